@@ -1,0 +1,133 @@
+"""Settings as frozen values. Unknown keys are errors, never ignored."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+from dataclasses import dataclass, field, fields, is_dataclass
+from pathlib import Path
+from typing import Any, TypeVar, get_type_hints
+
+from inferscale.errors import ConfigError
+
+T = TypeVar("T")
+
+GiB = 1024**3
+
+
+def home() -> Path:
+    """Where models and memories live: $INFERSCALE_HOME, by default ~/.inferscale."""
+    return Path(os.environ.get("INFERSCALE_HOME") or Path.home() / ".inferscale").expanduser()
+
+
+def _require(ok: bool, message: str) -> None:
+    if not ok:
+        raise ConfigError(message)
+
+
+@dataclass(frozen=True, slots=True)
+class EncodeConfig:
+    """How facts become KV. The defaults are the best found by `python -m evals.fidelity`."""
+
+    window: int = 0
+    """Turns before a fact's turn that the encoder attends to and discards."""
+    companions: int = 5
+    """Most similar facts of the same scope placed between header and fact, closest last."""
+    mode: str = "streaming"
+    """How turns are encoded: "exact" (one pass a fact) or "streaming" (each turn once)."""
+    companion_kv: str = "exact"
+    """Companions' KV: "exact" (computed in the fact's own pass) or "stored" (their kept KV)."""
+    batch_tokens: int = 768
+    """Tokens computed in one packed forward pass."""
+    refresh_below: float = 0.5
+    """Re-encode a fact when fewer than this share of its companions are still its companions."""
+
+    def __post_init__(self) -> None:
+        _require(self.window >= 0, "encode.window counts turns and must be 0 or more.")
+        _require(self.companions >= 0, "encode.companions counts facts and must be 0 or more.")
+        _require(self.mode in ("exact", "streaming"), 'encode.mode must be "exact" or "streaming".')
+        _require(self.companion_kv in ("exact", "stored"), 'encode.companion_kv must be "exact" or "stored".')
+        _require(self.batch_tokens >= 1, "encode.batch_tokens must be 1 or more.")
+        _require(0.0 <= self.refresh_below <= 1.0, "encode.refresh_below is a share between 0 and 1.")
+
+
+@dataclass(frozen=True, slots=True)
+class StoreConfig:
+    """Where the bytes live and how many may lie there."""
+
+    ram_bytes: int = 2 * GiB
+    """Budget of the host tier in bytes; least recently used chunks leave first."""
+    disk_bytes: int = 256 * GiB
+    """Budget of the disk tier in bytes; least recently used chunks leave first and are rebuilt on demand."""
+    busy_timeout: float = 5.0
+    """Seconds to wait for another process's write before StoreBusy."""
+
+    def __post_init__(self) -> None:
+        _require(self.ram_bytes >= 0 and self.disk_bytes >= 0, "store budgets are bytes and must be 0 or more.")
+        _require(self.busy_timeout > 0, "store.busy_timeout is in seconds and must be above 0.")
+
+
+@dataclass(frozen=True, slots=True)
+class RetrieveConfig:
+    """What a query brings back."""
+
+    top_k: int = 20
+    """Facts per request."""
+    token_budget: int | None = None
+    """Most memory tokens per request; None leaves room for the query and the answer only."""
+    hot: int = 0
+    """Best-ranked facts left as ordinary text after the injected ones."""
+
+    def __post_init__(self) -> None:
+        _require(self.top_k >= 0, "retrieve.top_k counts facts and must be 0 or more.")
+        _require(self.hot >= 0, "retrieve.hot counts facts and must be 0 or more.")
+        _require(self.token_budget is None or self.token_budget >= 0, "retrieve.token_budget counts tokens.")
+
+
+@dataclass(frozen=True, slots=True)
+class Sampling:
+    """How an answer is decoded."""
+
+    max_tokens: int = 128
+    """Most new tokens."""
+    temperature: float = 0.0
+    """0 is greedy."""
+    top_p: float = 1.0
+    """Nucleus: the smallest set of tokens whose probability reaches this."""
+    seed: int | None = None
+    """Same seed, same tokens, on one machine."""
+    stop: tuple[str, ...] = ()
+    """Strings that end the answer; they are not part of it."""
+
+    def __post_init__(self) -> None:
+        _require(self.max_tokens >= 1, "max_tokens must be 1 or more.")
+        _require(self.temperature >= 0, "temperature must be 0 or more.")
+        _require(0 < self.top_p <= 1, "top_p must be above 0 and at most 1.")
+        _require(isinstance(self.stop, tuple) and all(self.stop), "stop must be a tuple of non-empty strings.")
+
+
+@dataclass(frozen=True, slots=True)
+class MemoryConfig:
+    """Everything `Memory` can be told; see the parts."""
+
+    encode: EncodeConfig = field(default_factory=EncodeConfig)
+    store: StoreConfig = field(default_factory=StoreConfig)
+    retrieve: RetrieveConfig = field(default_factory=RetrieveConfig)
+
+
+def from_dict(kind: type[T], values: Mapping[str, Any]) -> T:
+    """Build a config dataclass from nested mappings; an unknown key raises ConfigError naming the known ones."""
+    assert is_dataclass(kind)
+    known = {f.name for f in fields(kind)}
+    for key in values:
+        if key not in known:
+            raise ConfigError(f"Unknown option {key!r} for {kind.__name__}; known options: {', '.join(sorted(known))}.")
+    hints = get_type_hints(kind)
+    built = {
+        key: from_dict(hints[key], value) if is_dataclass(hints[key]) and isinstance(value, Mapping) else value
+        for key, value in values.items()
+    }
+    try:
+        return kind(**built)
+    except TypeError as error:
+        raise ConfigError(f"{kind.__name__}: {error}.") from None

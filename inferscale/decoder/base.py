@@ -1,0 +1,59 @@
+"""The contract that encoding, fusing and the embedded engine share: a decoder, layer by layer.
+
+Both papers need the key *before* rotation (InferScale, arXiv 2607.27090; CacheBlend, arXiv
+2405.16444 §4.2), so a decoder here never hides it. Tokens are packed: n counts the tokens of all
+sequences of a call together, and each sequence's attention is a call of its own.
+
+Shapes: d hidden size, H query heads, G key/value heads, D head dim, n new tokens, m keys.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+
+import torch
+from torch import Tensor
+
+from inferscale.core import ModelSpec
+
+
+class LayerwiseDecoder(ABC):
+    """One decoder model, walked layer by layer. No call mutates its inputs; none needs gradients."""
+
+    spec: ModelSpec
+    device: torch.device
+    dtype: torch.dtype
+
+    @abstractmethod
+    def embed(self, token_ids: Tensor) -> Tensor:
+        """token_ids [n] int64 → hidden [n, d]."""
+
+    @abstractmethod
+    def project(self, layer: int, hidden: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """hidden [n, d] → q [n, H, D], k_pre [n, G, D], v [n, G, D]; after q/k norm and bias, before rotation."""
+
+    @abstractmethod
+    def rotation(self, positions: Tensor) -> tuple[Tensor, Tensor]:
+        """positions [n] int64 → cos, sin, each [n, D] in the model's dtype, attention scaling included."""
+
+    @abstractmethod
+    def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor, q_pos: Tensor, k_pos: Tensor) -> Tensor:
+        """q [n, H, D] and k, v [m, G, D], rotated → out [n, H·D].
+
+        Query i sees exactly the keys j with k_pos[j] ≤ q_pos[i]: by position, never by index.
+        Every query must see at least one key.
+        """
+
+    @abstractmethod
+    def finish(self, layer: int, hidden: Tensor, out: Tensor) -> Tensor:
+        """hidden [n, d] and attention out [n, H·D] → hidden [n, d] after output projection, MLP and residuals."""
+
+    @abstractmethod
+    def logits(self, hidden: Tensor) -> Tensor:
+        """hidden [n, d] after the last layer → [n, vocab] float32."""
+
+    def rotate(self, x: Tensor, positions: Tensor) -> Tensor:
+        """x [n, heads, D] → x rotated to `positions` [n] by the model's own tables."""
+        from inferscale.decoder.rope import apply_rotation
+
+        return apply_rotation(x, *self.rotation(positions))
