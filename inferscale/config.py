@@ -35,8 +35,6 @@ class EncodeConfig:
     """Most similar facts of the same scope placed between header and fact, closest last."""
     mode: str = "streaming"
     """How turns are encoded: "exact" (one pass a fact) or "streaming" (each turn once)."""
-    companion_kv: str = "exact"
-    """Companions' KV: "exact" (computed in the fact's own pass) or "stored" (their kept KV)."""
     batch_tokens: int = 768
     """Tokens computed in one packed forward pass."""
     refresh_below: float = 0.5
@@ -46,7 +44,6 @@ class EncodeConfig:
         _require(self.window >= 0, "encode.window counts turns and must be 0 or more.")
         _require(self.companions >= 0, "encode.companions counts facts and must be 0 or more.")
         _require(self.mode in ("exact", "streaming"), 'encode.mode must be "exact" or "streaming".')
-        _require(self.companion_kv in ("exact", "stored"), 'encode.companion_kv must be "exact" or "stored".')
         _require(self.batch_tokens >= 1, "encode.batch_tokens must be 1 or more.")
         _require(0.0 <= self.refresh_below <= 1.0, "encode.refresh_below is a share between 0 and 1.")
 

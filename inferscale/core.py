@@ -182,9 +182,8 @@ class ModelSpec:
 class Recipe:
     """Everything that decides how a chunk's KV was made; KV of another recipe is never injected.
 
-    `window` counts turns, `companions` counts facts, `mode` is "exact" or "streaming",
-    `companion_kv` is "exact" (companions computed in the fact's own forward pass) or "stored".
-    `header` digests the header's token ids.
+    `window` counts turns, `companions` counts facts, `mode` is "exact" or "streaming". `header`
+    digests the header's token ids.
     """
 
     model: str
@@ -194,7 +193,6 @@ class Recipe:
     window: int
     companions: int
     mode: str
-    companion_kv: str
     encoder_version: int
 
     @property

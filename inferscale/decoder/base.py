@@ -10,11 +10,37 @@ Shapes: d hidden size, H query heads, G key/value heads, D head dim, n new token
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
 from inferscale.core import ModelSpec
+from inferscale.decoder.rope import apply_rotation
+
+
+@dataclass(frozen=True, slots=True)
+class Mask:
+    """Which keys each query sees, made once from positions and used in every layer.
+
+    `bias` [n, m] is added to the scores (0 or -inf); None with `causal` False means that every
+    query sees every key, with `causal` True that queries and keys are one sequence in order.
+    """
+
+    bias: Tensor | None = None
+    causal: bool = False
+
+    @classmethod
+    def by_position(cls, q_pos: Tensor, k_pos: Tensor, dtype: torch.dtype) -> Mask:
+        """Query i sees exactly the keys j with k_pos[j] ≤ q_pos[i]: by position, never by index."""
+        if q_pos.shape == k_pos.shape and len(q_pos) > 1 and torch.equal(q_pos, k_pos):
+            if bool((q_pos[1:] > q_pos[:-1]).all()):
+                return cls(causal=True)
+        elif int(k_pos.max()) <= int(q_pos.min()):
+            return cls()
+        hidden = k_pos[None, :] > q_pos[:, None]
+        bias = torch.zeros(hidden.shape, dtype=dtype, device=q_pos.device)
+        return cls(bias=bias.masked_fill_(hidden, float("-inf")))
 
 
 class LayerwiseDecoder(ABC):
@@ -37,12 +63,8 @@ class LayerwiseDecoder(ABC):
         """positions [n] int64 → cos, sin, each [n, D] in the model's dtype, attention scaling included."""
 
     @abstractmethod
-    def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor, q_pos: Tensor, k_pos: Tensor) -> Tensor:
-        """q [n, H, D] and k, v [m, G, D], rotated → out [n, H·D].
-
-        Query i sees exactly the keys j with k_pos[j] ≤ q_pos[i]: by position, never by index.
-        Every query must see at least one key.
-        """
+    def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor, mask: Mask) -> Tensor:
+        """q [n, H, D] and k, v [m, G, D], rotated → out [n, H·D]. Every query must see at least one key."""
 
     @abstractmethod
     def finish(self, layer: int, hidden: Tensor, out: Tensor) -> Tensor:
@@ -54,6 +76,8 @@ class LayerwiseDecoder(ABC):
 
     def rotate(self, x: Tensor, positions: Tensor) -> Tensor:
         """x [n, heads, D] → x rotated to `positions` [n] by the model's own tables."""
-        from inferscale.decoder.rope import apply_rotation
-
         return apply_rotation(x, *self.rotation(positions))
+
+    def mask(self, q_pos: Tensor, k_pos: Tensor) -> Mask:
+        """The mask for queries at q_pos [n] over keys at k_pos [m]; see `Mask.by_position`."""
+        return Mask.by_position(q_pos, k_pos, self.dtype)
