@@ -31,7 +31,7 @@ help: ## this list
 
 setup: $(READY) ## the environment in .venv: pinned packages, demo models, this package (editable)
 
-demo: $(READY) ## two memories, a question and what injecting them saved
+demo: $(READY) ## the product end to end, with a small real model
 	$(BIN)/inferscale demo $(ARGS)
 
 test: $(READY) ## the main suite, on CPU
