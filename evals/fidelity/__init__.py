@@ -1,0 +1,1 @@
+"""How close injected KV comes to full prefill of exactly the same tokens."""

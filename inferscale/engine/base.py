@@ -1,0 +1,133 @@
+"""The contract of an engine: prompt tokens and a plan in, streamed text out."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from inferscale.config import EncodeConfig, Sampling
+from inferscale.core import ModelSpec, Plan, Recipe, RecipeId, token_digest
+from inferscale.encode.base import ENCODER_VERSION, Encoder
+from inferscale.engine.prompt import INSTRUCTION, PromptFormat
+from inferscale.errors import ConfigError
+from inferscale.store.base import KVStore
+
+if TYPE_CHECKING:
+    import torch
+
+
+@dataclass(frozen=True, slots=True)
+class Request:
+    """One generation. With a plan, the prompt must begin with the plan's tokens; without one it is prefilled whole."""
+
+    prompt_ids: tuple[int, ...]
+    plan: Plan | None = None
+    sampling: Sampling = field(default_factory=Sampling)
+
+
+@dataclass(frozen=True, slots=True)
+class Generation:
+    """A finished answer.
+
+    `finish_reason` is "stop" or "length". `fallback` is the reason why a plan was not injected, None
+    if it was or there was none. `timings` are seconds: compose (fetch, verify, rotate), prefill,
+    first_token (all until the first token is there), decode (the rest).
+    """
+
+    text: str
+    token_ids: tuple[int, ...]
+    finish_reason: str
+    prompt_tokens: int
+    injected_tokens: int
+    fallback: str | None
+    timings: dict[str, float]
+
+
+class GenerationStream(Iterator[str]):
+    """Pieces of text as they are decoded; `result` once they are exhausted."""
+
+    def __init__(self, pieces: Iterator[str], finish: Callable[[], Generation]) -> None:
+        self._pieces = pieces
+        self._finish = finish
+
+    def __next__(self) -> str:
+        return next(self._pieces)
+
+    @property
+    def result(self) -> Generation:
+        """The finished answer; reads the rest of the stream first."""
+        for _ in self:
+            pass
+        return self._finish()
+
+
+class Engine(ABC):
+    """A model that can answer from injected KV. Methods may be called from any thread unless they say otherwise."""
+
+    spec: ModelSpec
+    prompt: PromptFormat
+
+    @staticmethod
+    def from_pretrained(
+        name_or_path: str | Path,
+        *,
+        engine: str = "transformers",
+        dtype: str | None = None,
+        device: str | None = None,
+        instruction: str = INSTRUCTION,
+    ) -> Engine:
+        """Load a model: a folder, a cached or online hub id, or a packaged demo model.
+
+        `dtype` is "float32" or "bfloat16" (default: float32 on a CPU, bfloat16 elsewhere), `device` a
+        torch device (default: CUDA if there is one). Raises ModelNotFound, ModelDamaged or
+        UnsupportedModel, each with one sentence that says what to do.
+        """
+        if engine != "transformers":
+            raise ConfigError(f'Unknown engine {engine!r}; this version has "transformers".')
+        from inferscale.engine.transformers import TransformersEngine
+
+        return TransformersEngine.load(name_or_path, dtype=dtype, device=device, instruction=instruction)
+
+    @abstractmethod
+    def attach(self, store: KVStore, recipe: RecipeId) -> None:
+        """Read plans' chunks from `store` from now on, and refuse plans of another recipe."""
+
+    @abstractmethod
+    def stream(self, request: Request) -> GenerationStream:
+        """Start a generation. A plan that fails verification is prefilled as text, and `fallback` says why.
+
+        Raises PromptTooLong if no token could be generated.
+        """
+
+    def generate(self, request: Request) -> Generation:
+        """The whole answer at once; see `stream`."""
+        return self.stream(request).result
+
+    @abstractmethod
+    def encoder(self, config: EncodeConfig) -> Encoder:
+        """An encoder that makes KV for this engine; use it from one thread at a time."""
+
+    def recipe(self, config: EncodeConfig) -> Recipe:
+        """Names the KV that `encoder(config)` makes."""
+        return Recipe(
+            model=self.spec.fingerprint,
+            dtype=self.spec.dtype,
+            tokenizer=self.prompt.digest,
+            header=token_digest(self.prompt.header_ids),
+            window=config.window,
+            companions=config.companions,
+            mode=config.mode if config.window else "exact",
+            encoder_version=ENCODER_VERSION,
+        )
+
+    @abstractmethod
+    def close(self) -> None:
+        """Release the model. Idempotent."""
+
+
+def default_dtype(device: torch.device) -> str:
+    """float32 on a CPU (few have fast bfloat16), bfloat16 elsewhere."""
+    return "float32" if device.type == "cpu" else "bfloat16"
