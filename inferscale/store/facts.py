@@ -28,6 +28,7 @@ from inferscale.store.records import (
     metadata_json,
     now,
     register_scope,
+    require_id,
     scope_filter,
     text_hash,
 )
@@ -235,6 +236,7 @@ def _matching(db: sqlite3.Connection, scope: Scope) -> tuple[ScopeId, ...]:
 
 
 def _insert(db: sqlite3.Connection, fact: Fact, vector: bytes) -> None:
+    require_id(fact.id, "fact")
     scope = register_scope(db, fact.scope)
     if fact.turn_id is not None:
         known = db.execute("SELECT 1 FROM turns WHERE id = ? AND scope = ?", (fact.turn_id, scope)).fetchone()

@@ -89,8 +89,17 @@ def now() -> str:
 
 
 def json_list(values: Iterable[str]) -> str:
-    """Values for `IN (SELECT value FROM json_each(?))`: one parameter, however many there are."""
-    return json.dumps(list(values))
+    """Values for `IN (SELECT value FROM json_each(?))`: one parameter, however many there are.
+
+    SQLite cuts JSON text at a NUL, which would make it name another row; no stored id holds one.
+    """
+    return json.dumps([value for value in values if "\x00" not in value])
+
+
+def require_id(value: str, what: str) -> None:
+    """Raise InvalidInput for an id that could not be found again."""
+    if not value or "\x00" in value:
+        raise InvalidInput(f"A {what}'s id must be text without NUL characters, got {value!r}.")
 
 
 def metadata_json(metadata: dict[str, Any]) -> str:

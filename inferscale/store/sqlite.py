@@ -16,6 +16,7 @@ from pathlib import Path
 from threading import Lock
 
 from inferscale.errors import InvalidInput, StoreBusy, StoreDamaged, StoreError, StoreFull
+from inferscale.store.residue import has_residue
 
 SCRUB_WAIT = 0.5  # most seconds that a deletion waits for other processes' readers of the WAL
 RETRY_EVERY = 0.01  # seconds, where SQLite reports busy without waiting by itself
@@ -35,7 +36,9 @@ class Database:
         with self._translated():
             self._path.parent.mkdir(parents=True, exist_ok=True)
             # Text is private: the file is made readable by its owner alone, and SQLite copies that to its WAL.
-            os.close(os.open(self._path, os.O_RDWR | os.O_CREAT, 0o600))
+            # Never open it when it exists: closing the descriptor would drop the locks of this process's others.
+            with suppress(FileExistsError):
+                os.close(os.open(self._path, os.O_RDWR | os.O_CREAT | os.O_EXCL, 0o600))
             self._connection = sqlite3.connect(
                 self._path, timeout=busy_timeout, isolation_level=None, check_same_thread=False
             )
@@ -78,15 +81,17 @@ class Database:
             return int(db.execute("PRAGMA data_version").fetchone()[0])
 
     def scrub(self) -> bool:
-        """Move the WAL into the database and truncate it, so that deleted text is in neither.
+        """Take the bytes of deleted rows out of the database and its WAL; True if none are left.
 
-        Deleted cells are overwritten with zeros (`secure_delete`), but the WAL still holds pages as they
-        were. A reader in another process can hold the truncation back: then this returns False and the
-        next `scrub` or `close` tries again.
+        Deleted rows are overwritten with zeros where they lie (`secure_delete`). What that leaves: old
+        copies of rows that had moved, removed here by VACUUM when there are any (see `residue`), and
+        pages as they were in the WAL, which is moved into the database and truncated. Another process
+        that reads or writes just then can hold this back, and so can a full disk: then the next `scrub`
+        or `close` tries again.
         """
         self._unscrubbed = True
         with self._held():
-            return self._truncate_wal()
+            return self._scrub()
 
     def scrub_if_due(self) -> bool:
         """Try again if an earlier `scrub` was held back; True if nothing deleted is left in the WAL."""
@@ -95,18 +100,20 @@ class Database:
     def close(self) -> None:
         """Idempotent."""
         with self._held():
-            if self._pid == os.getpid():
-                self._truncate_wal()
-                self._connection.close()
+            if self._unscrubbed:
+                self._scrub()
+            self._connection.close()
 
-    def _truncate_wal(self) -> bool:
+    def _scrub(self) -> bool:
+        db = self._connection
         with suppress(sqlite3.Error):  # the deletion itself is committed; a full disk or a reader only delays this
-            self._connection.execute(f"PRAGMA busy_timeout = {int(min(SCRUB_WAIT, self._timeout) * 1000)}")
+            db.execute(f"PRAGMA busy_timeout = {int(min(SCRUB_WAIT, self._timeout) * 1000)}")
             try:
-                busy = self._connection.execute("PRAGMA wal_checkpoint(TRUNCATE)").fetchone()[0]
+                if has_residue(db.serialize()):
+                    db.execute("VACUUM")
+                self._unscrubbed = bool(db.execute("PRAGMA wal_checkpoint(TRUNCATE)").fetchone()[0])
             finally:
-                self._connection.execute(f"PRAGMA busy_timeout = {int(self._timeout * 1000)}")
-            self._unscrubbed = bool(busy)
+                db.execute(f"PRAGMA busy_timeout = {int(self._timeout * 1000)}")
         return not self._unscrubbed
 
     def _configure(self) -> None:
@@ -117,7 +124,7 @@ class Database:
         db.execute("PRAGMA synchronous = FULL")
         db.execute("PRAGMA foreign_keys = ON")
         db.execute("PRAGMA secure_delete = ON")
-        db.execute("PRAGMA temp_store = MEMORY")  # sorting must not write text outside the store
+        db.execute("PRAGMA temp_store = MEMORY")  # sorting and VACUUM must not write text outside the store
 
     def _retry_busy(self, statement: str) -> str:
         """Run a statement for which SQLite's own busy handler does not wait."""

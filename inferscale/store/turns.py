@@ -7,7 +7,7 @@ from dataclasses import replace
 from uuid import uuid4
 
 from inferscale.core import Scope, Turn, TurnId
-from inferscale.store.records import register_scope, turn_from_row
+from inferscale.store.records import register_scope, require_id, turn_from_row
 from inferscale.store.sqlite import Database
 
 
@@ -19,6 +19,8 @@ class TurnTable:
     def add_turns(self, scope: Scope, turns: Sequence[Turn]) -> list[Turn]:
         """Append turns to a scope in one transaction; returns them with ids (a turn without one gets a UUID)."""
         named = [turn if turn.id else replace(turn, id=TurnId(str(uuid4()))) for turn in turns]
+        for turn in named:
+            require_id(turn.id or "", "turn")
         if named:
             with self._db.write() as db:
                 register_scope(db, scope)

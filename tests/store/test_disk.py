@@ -182,7 +182,7 @@ def test_the_budget_holds_over_processes_and_the_least_recently_used_leave(tmp_p
     assert store.get_many([items[0][0]]) != [None]
     new = item("new", n=3)
     store.put_many([new])
-    left = {key.fact for key in store.keys()}
+    left = {file.fact for file in list(store.keys())}
     assert store.usage().bytes <= 8 * size
     assert {"f0", "f9", "new"} <= left
     assert not {"f1", "f2", "f3"} & left
