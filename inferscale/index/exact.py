@@ -16,8 +16,8 @@ from inferscale.index.segment import Segment
 
 SMALL = 1024
 """Segments below this many rows are searched together: a query over many small scopes is one product."""
-TOGETHER_ROWS = 16384
-"""Rows of small segments joined at once, 25 MB at dim 384."""
+TOGETHER_ROWS = 2048
+"""Rows of small segments joined at once, 3 MB at dim 384: the copy stays in the cache."""
 SIMILAR_SCORES = 1 << 22
 """Scores [facts, others] held at once by `similar`, 16 MB."""
 
@@ -113,8 +113,8 @@ def _ranked(found: list[Scored], k: int) -> list[Scored]:
 
 
 def _search_one(segment: Segment, query: Tensor, k: int) -> list[Scored]:
-    scores, bounds = scan_codes(*segment.codes, query) if segment.coded else scan_rows(segment.rows, query)
-    _, slots, exact = best(segment.rows, query, scores, bounds, k)
+    scores, bound = scan_codes(*segment.codes, query) if segment.coded else scan_rows(segment.rows, query)
+    _, slots, exact = best(segment.rows, query, scores, bound, k)
     ids = segment.ids
     return [(ids[slot], score) for slot, score in zip(slots.tolist(), exact.tolist(), strict=True)]
 
@@ -147,9 +147,9 @@ def _similar_block(segment: Segment, block: Sequence[FactId], k: int) -> list[li
         return found
     own = torch.tensor([slot for _, slot in known], device=segment.rows.device)
     queries = segment.rows[own]
-    scores, bounds = scan_rows(segment.rows, queries)
+    scores, bound = scan_rows(segment.rows, queries)
     scores[torch.arange(len(known), device=own.device), own] = -torch.inf  # a fact is not its own neighbour
-    which, slots, exact = best(segment.rows, queries, scores, bounds, k)
+    which, slots, exact = best(segment.rows, queries, scores, bound, k)
     for row, slot, score in zip(which.tolist(), slots.tolist(), exact.tolist(), strict=True):
         found[known[row][0]].append((segment.ids[slot], score))
     return [_ranked(hits, k) for hits in found]
