@@ -11,7 +11,8 @@ import pytest
 PACKAGE = Path(__file__).parent.parent / "inferscale"
 FOUNDATION = {"core", "errors", "config"}
 STAGES = [
-    "facts", "decoder", "models", "encode", "store", "index", "retrieve", "compose", "engine", "memory", "serve", "cli",
+    "facts", "decoder", "models", "encode", "store", "index", "retrieve", "compose", "engine",
+    "shapes", "mirror", "upkeep", "answer", "memory", "doctor", "demo", "serve", "cli",
 ]  # fmt: skip
 FILES = sorted(PACKAGE.rglob("*.py"))
 

@@ -13,8 +13,9 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
-from torch import Tensor, nn
-from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, GgufConfig
+from torch import Tensor
+from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, GenerationConfig
+from transformers.modeling_gguf_pytorch_utils import load_gguf_checkpoint
 from transformers.utils import logging as _logging
 
 from inferscale.core import ModelSpec, RopeSpec
@@ -201,17 +202,27 @@ def load_tokenizer(folder: Path) -> Any:
 
 
 def convert_gguf(source: Path, target: Path) -> None:
-    """Unpack a GGUF file into a float32 safetensors folder that transformers and vLLM load."""
+    """Unpack a GGUF file into a float32 safetensors folder, tokenizer and chat template included.
+
+    Raises whatever the readers raise on a damaged file; `inferscale.models` turns that into ModelDamaged.
+    """
     with quiet():
-        tokenizer = AutoTokenizer.from_pretrained(source.parent, gguf_file=source.name, local_files_only=True)
-        model: nn.Module = AutoModelForCausalLM.from_pretrained(
-            source.parent,
-            gguf_file=source.name,
-            quantization_config=GgufConfig(dequantize=True),
-            dtype=torch.float32,
-            local_files_only=True,
+        config = AutoConfig.from_pretrained(source.parent, gguf_file=source.name)
+        tokenizer = AutoTokenizer.from_pretrained(source.parent, gguf_file=source.name)
+        tokenizer.model_max_length = config.max_position_embeddings
+        # from_pretrained(gguf_file=...) insists on accelerate; on the meta device no weight is initialised in vain
+        with torch.device("meta"):
+            model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)  # type: ignore[no-untyped-call]
+        tensors = load_gguf_checkpoint(str(source), return_tensors=True, model_to_load=model)["tensors"]  # type: ignore[no-untyped-call]
+        missing, unexpected = model.load_state_dict(tensors, strict=False, assign=True)
+        tied = set(model.all_tied_weights_keys) if config.tie_word_embeddings else set()
+        if unexpected or set(missing) - tied:
+            raise ValueError(f"{source.name} does not hold exactly the weights of a {config.model_type} model")
+        model.tie_weights()
+        model.generation_config = GenerationConfig(  # type: ignore[no-untyped-call]
+            bos_token_id=config.bos_token_id, eos_token_id=config.eos_token_id, pad_token_id=config.pad_token_id
         )
-        model.save_pretrained(target)  # type: ignore[operator]
+        model.save_pretrained(target)
         tokenizer.save_pretrained(target)
 
 
