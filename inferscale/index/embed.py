@@ -7,7 +7,7 @@ import json
 import threading
 import time
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeAlias
@@ -180,7 +180,6 @@ class OpenAIEmbedder(Embedder):
 
     def _post(self, batch: list[str]) -> bytes:
         """The body of the reply; foreign errors become ours, _Unanswered if another try may help."""
-        import httpx
         import openai
 
         where = f"The embedding endpoint {self._url}"
@@ -192,7 +191,7 @@ class OpenAIEmbedder(Embedder):
                 raise _Refused(f"{self._url} refused it with {what}") from error
             kind = _Unanswered if error.status_code >= 500 or error.status_code in (408, 409, 429) else EmbeddingError
             raise kind(f"{where} answered {what}; check its address, key and log.") from error
-        except (openai.APIConnectionError, httpx.HTTPError) as error:  # timeouts too
+        except openai.APIConnectionError as error:  # timeouts too
             raise _Unanswered(f"{where} did not answer ({one_line(str(error))}); check that it runs.") from error
 
     def _read(self, batch: list[str]) -> bytes:
@@ -200,11 +199,18 @@ class OpenAIEmbedder(Embedder):
         with create(model=self.name, input=batch, encoding_format="float") as reply:
             deadline = time.monotonic() + self._timeout  # the client's own timeout starts anew with every byte
             body = bytearray()
-            for part in reply.iter_bytes():
+            parts = reply.iter_bytes()
+            while (part := self._next(parts)) is not None:
                 body += part
                 if time.monotonic() > deadline or len(body) > MAX_REPLY_BYTES:
                     raise _Unanswered(f"The embedding endpoint {self._url} sends its reply too slowly or without end.")
         return bytes(body)
+
+    def _next(self, parts: Iterator[bytes]) -> bytes | None:
+        try:
+            return next(parts, None)
+        except Exception as error:  # the transport's own, which differs between versions of the client
+            raise _Unanswered(f"The embedding endpoint {self._url} broke off its reply ({error}).") from error
 
     def _parse(self, body: bytes, count: int) -> list[Any]:
         try:

@@ -69,22 +69,24 @@ def best(rows: Tensor, queries: Tensor, scores: Tensor, bound: float, k: int) ->
     m, k = len(queries), min(k, scores.shape[1])
     wide = queries.double()
     first = scores.topk(k, dim=1, sorted=False).indices
-    owner = torch.arange(m, device=rows.device).repeat_interleave(k)
-    reached = _rescore(rows, wide, owner, first.flatten()).view(m, k).amin(dim=1, keepdim=True)
+    owners = torch.arange(m, device=rows.device).repeat_interleave(k) if m > 1 else None
+    reached = _rescore(rows, wide, owners, first.flatten()).view(m, k).amin(dim=1, keepdim=True)
     hopeful = scores >= (reached - bound).float().clamp_min(torch.finfo(scores.dtype).min)
     which, slots = hopeful.nonzero(as_tuple=True)
-    exact = _rescore(rows, wide, which, slots).float()
-    if m == 1 and len(exact) > k:  # what the bound let through: tensors are quicker than sorting
+    exact = _rescore(rows, wide, which if m > 1 else None, slots).float()
+    if m == 1 and len(exact) > 4 * k:  # so many are sorted out by tensors faster than by the caller
         kept = exact >= exact.topk(k, sorted=False).values.min()
         which, slots, exact = which[kept], slots[kept], exact[kept]
     return which, slots, exact
 
 
-def _rescore(rows: Tensor, wide: Tensor, which: Tensor, slots: Tensor) -> Tensor:
-    """Products [p] of the pairs (query `which`, row `slots`) in float64; the sum's order is always the same."""
+def _rescore(rows: Tensor, wide: Tensor, which: Tensor | None, slots: Tensor) -> Tensor:
+    """Products [p] of the pairs (query `which`, row `slots`) in float64; None is the only query for all.
+
+    Each is summed by itself, so that equal rows get equal scores wherever they lie.
+    """
     parts = [
-        # one query is broadcast; of several, each pair needs its own
-        (rows[slots[i:j]].double() * (wide if len(wide) == 1 else wide[which[i:j]])).sum(dim=1)
+        (rows[slots[i:j]].double() * (wide if which is None else wide[which[i:j]])).sum(dim=1)
         for i, j in ((i, i + RESCORE_ROWS) for i in range(0, len(slots), RESCORE_ROWS))
     ]
     return torch.cat(parts) if parts else wide.new_zeros(0)

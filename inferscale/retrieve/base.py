@@ -21,11 +21,11 @@ CountTokens: TypeAlias = Callable[[Fact], int]
 class FactLookup(Protocol):
     """What retrieval needs of the catalog, where the text and the owner of every fact are the truth."""
 
-    def matching_scopes(self, scope: Scope) -> Sequence[ScopeId]:
+    def matching_scopes(self, scope: Scope, /) -> Sequence[ScopeId]:
         """Ids of the scopes that `scope` covers."""
 
-    def get_many(self, ids: Sequence[FactId]) -> Sequence[Fact]:
-        """The facts that exist, in any order; an unknown id is left out."""
+    def get_many(self, fact_ids: Sequence[FactId], /) -> Sequence[Fact | None]:
+        """The facts that exist, in any order; an unknown id is left out or None."""
 
 
 class Retriever(ABC):

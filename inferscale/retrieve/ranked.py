@@ -8,7 +8,7 @@ from collections.abc import Iterator
 import numpy as np
 import numpy.typing as npt
 
-from inferscale.core import Fact, FactId, Hit, Scope, one_line
+from inferscale.core import FactId, Hit, Scope, one_line
 from inferscale.errors import InvalidInput
 from inferscale.index.base import VectorIndex
 from inferscale.index.embed import Embedder
@@ -74,7 +74,7 @@ class RankedRetriever(Retriever):
             found = self._index.search(scopes, vector, want)
             fresh = {fact: score for fact, score in found if fact not in seen}
             seen.update(fresh)
-            facts: dict[FactId, Fact] = {fact.id: fact for fact in self._facts.get_many(list(fresh))}
+            facts = {fact.id: fact for fact in self._facts.get_many(list(fresh)) if fact is not None}
             for fact_id, score in fresh.items():
                 fact = facts.get(fact_id)
                 if fact is not None and scope.covers(fact.scope):

@@ -27,6 +27,7 @@ class Endpoint:
         self.answer: Callable[[list[str], int], Reply] = lambda texts, nth: good(texts)
         self.requests: list[list[str]] = []
         self.pause = 0.0
+        self.missing = 0  # bytes announced and never sent
         self.stopping = threading.Event()
         endpoint = self
 
@@ -37,7 +38,7 @@ class Endpoint:
                 status, kind, body = endpoint.answer(texts, len(endpoint.requests))
                 self.send_response(status)
                 self.send_header("Content-Type", kind)
-                self.send_header("Content-Length", str(len(body)))
+                self.send_header("Content-Length", str(len(body) + endpoint.missing))
                 self.send_header("Retry-After", "50")
                 self.end_headers()
                 try:
@@ -184,6 +185,14 @@ def test_a_silent_or_dripping_server_ends_in_a_bounded_time(endpoint: Endpoint) 
     with pytest.raises(EmbeddingError, match="too slowly"):
         dripping.embed(["one"])
     dripping.close()
+
+
+def test_a_reply_that_breaks_off_is_asked_for_again(endpoint: Endpoint, embedder: OpenAIEmbedder) -> None:
+    assert embedder.dim == 3
+    endpoint.missing = 10
+    with pytest.raises(EmbeddingError, match="broke off"):
+        embedder.embed(["one"])
+    assert len(endpoint.requests) == 4
 
 
 def test_no_server_at_all(endpoint: Endpoint) -> None:

@@ -49,8 +49,8 @@ class Shelf:
     def matching_scopes(self, scope: Scope) -> list[ScopeId]:
         return sorted({f.scope.id for f in self.facts.values() if self.lies or scope.covers(f.scope)})
 
-    def get_many(self, ids: Sequence[FactId]) -> list[Fact]:
-        return [self.facts[i] for i in sorted(ids, reverse=True) if i in self.facts]
+    def get_many(self, ids: Sequence[FactId]) -> list[Fact | None]:
+        return [self.facts.get(i) for i in ids]
 
 
 def stocked(facts: Sequence[Fact]) -> tuple[RankedRetriever, Shelf]:
