@@ -47,6 +47,18 @@ class DerivationTable:
         with self._db.read() as db:
             return find_dependents(db, list(source_ids))
 
+    def sources(self, fact_ids: Iterable[FactId]) -> dict[FactId, set[str]]:
+        """For each fact whose KV was published: the ids that it was computed from (none: computed alone)."""
+        with self._db.read() as db:
+            ids = json_list(fact_ids)
+            rows = db.execute(
+                "SELECT fact_id, source_id FROM derivations WHERE fact_id IN (SELECT value FROM json_each(?))", (ids,)
+            ).fetchall()
+        found: dict[FactId, set[str]] = {}
+        for fact_id, source in rows:
+            found.setdefault(fact_id, set()).add(source)
+        return found
+
     def broken_derivations(self) -> list[FactRef]:
         """Facts whose KV was computed from something that is gone now.
 

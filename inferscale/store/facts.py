@@ -149,12 +149,40 @@ class FactTable:
             )
             return dict(rows.fetchall())
 
-    def embeddings(self, scope: ScopeId) -> tuple[tuple[FactId, ...], NDArray[np.float32]]:
-        """Ids and embeddings [n, d] of exactly one scope, in order of insertion; a copy the caller owns."""
+    def scopes(self) -> Sequence[Scope]:
+        """Every scope that holds something, of all tenants."""
         with self._db.read() as db:
-            rows = db.execute("SELECT id, embedding FROM facts WHERE scope = ? ORDER BY seq", (scope,)).fetchall()
+            rows = db.execute("SELECT user, agent, run, tenant FROM scopes ORDER BY id")
+            return [Scope(*row) for row in rows]
+
+    def embeddings(
+        self, scope: ScopeId, fact_ids: Sequence[FactId] | None = None
+    ) -> tuple[tuple[FactId, ...], NDArray[np.float32]]:
+        """Ids and embeddings [n, d] of exactly one scope (or of those of its facts), in order of insertion; a copy."""
+        query, values = "SELECT id, embedding FROM facts WHERE scope = ?", [scope]
+        if fact_ids is not None:
+            query += " AND id IN (SELECT value FROM json_each(?))"
+            values.append(ScopeId(json_list(fact_ids)))
+        with self._db.read() as db:
+            rows = db.execute(f"{query} ORDER BY seq", values).fetchall()
         vectors = np.frombuffer(bytearray().join(row[1] for row in rows), dtype="<f4")
         return tuple(row[0] for row in rows), vectors.reshape(len(rows), -1 if rows else 0)
+
+    def replace_embeddings(self, items: Sequence[tuple[FactId, Embedding]]) -> None:
+        """Give every fact of the catalog the embedding of another embedder, all or none.
+
+        Raises InvalidInput unless `items` names every fact exactly once: mixed embeddings rank nonsense.
+        """
+        vectors = [(embedding_bytes(embedding), fact_id) for fact_id, embedding in items]
+        with self._db.write() as db:
+            living = {row[0] for row in db.execute("SELECT id FROM facts")}
+            if living != {fact_id for fact_id, _ in items} or len(living) != len(items):
+                raise InvalidInput("Every memory needs a new embedding, and none was left out or made up; try again.")
+            db.execute("DELETE FROM meta WHERE key = 'embedding_dim'")
+            for vector, _ in vectors:
+                _require_dimension(db, vector)
+            db.executemany("UPDATE facts SET embedding = ? WHERE id = ?", vectors)
+            announce_reset(db)
 
     def history(self, fact_id: FactId, within: Scope | None = None) -> Sequence[HistoryEntry]:
         """Events of one memory, oldest first. A deleted memory shows its deletion and no text."""

@@ -10,28 +10,27 @@ Page layout: https://www.sqlite.org/fileformat2.html#b_tree_pages
 
 from __future__ import annotations
 
-_HEADER_BYTES = {2: 12, 5: 12, 10: 8, 13: 8}  # by page type: interior index, interior table, leaf index, leaf table
+PAGE_BYTES = 4096
+_HEADER_BYTES = {2: 12, 10: 8, 13: 8}  # by page type: interior index, leaf index, leaf table; others hold no text
+_POINTER_LIMIT = PAGE_BYTES >> 8  # the high byte of every cell pointer is below this
 
 
 def has_residue(database: bytes) -> bool:
-    """True if a gap between a page's cell pointers and its cells holds anything but zeros.
+    """True if a gap between a page's cell pointers and its cells holds bytes of moved rows.
 
-    `database` is a whole database as `sqlite3.Connection.serialize` returns it. An overflow page whose
-    text happens to look like such a page can only cause a needless VACUUM.
+    `database` is a whole database of PAGE_BYTES pages, as `sqlite3.Connection.serialize` returns it. An
+    overflow page whose text happens to look like a page header can only cause a needless VACUUM.
     """
-    page_bytes = int.from_bytes(database[16:18], "big")
-    if page_bytes == 1:  # how the format writes 65,536
-        page_bytes = 65_536
-    # The first page holds the schema alone.
-    starts = range(page_bytes, len(database), page_bytes)
-    return any(_gap_is_used(database, start, page_bytes) for start in starts)
+    starts = range(PAGE_BYTES, len(database), PAGE_BYTES)  # the first page holds the schema alone
+    return any(_gap_is_used(database, start) for start in starts)
 
 
-def _gap_is_used(database: bytes, page: int, page_bytes: int) -> bool:
+def _gap_is_used(database: bytes, page: int) -> bool:
     header = _HEADER_BYTES.get(database[page])
     if header is None:
         return False
     cells = int.from_bytes(database[page + 3 : page + 5], "big")
-    content = int.from_bytes(database[page + 5 : page + 7], "big") or 65_536
-    gap = database[page + header + 2 * cells : page + min(content, page_bytes)]
-    return gap.count(0) != len(gap)
+    content = int.from_bytes(database[page + 5 : page + 7], "big")
+    gap = database[page + header + 2 * cells : page + content]
+    # Old cell pointers stay behind too, VACUUM or not. They say nothing, and every other byte of them is small.
+    return max(gap[::2], default=0) >= _POINTER_LIMIT

@@ -16,7 +16,7 @@ from pathlib import Path
 from threading import Lock
 
 from inferscale.errors import InvalidInput, StoreBusy, StoreDamaged, StoreError, StoreFull
-from inferscale.store.residue import has_residue
+from inferscale.store.residue import PAGE_BYTES, has_residue
 
 SCRUB_WAIT = 0.5  # most seconds that a deletion waits for other processes' readers of the WAL
 RETRY_EVERY = 0.01  # seconds, where SQLite reports busy without waiting by itself
@@ -118,6 +118,7 @@ class Database:
 
     def _configure(self) -> None:
         db = self._connection
+        db.execute(f"PRAGMA page_size = {PAGE_BYTES}")  # takes effect in a new file
         mode = self._retry_busy("PRAGMA journal_mode = WAL")
         if mode != "wal":
             raise StoreError(f"{self._path} is on a file system without shared memory; put it on a local disk.")

@@ -1,0 +1,398 @@
+"""`Memory`: Mem0's verbs and `chat`. Wires the stages; holds no tensor code."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import asdict
+from functools import lru_cache
+from pathlib import Path
+from types import TracebackType
+from typing import Any
+from uuid import uuid4
+
+from inferscale.answer import Answerer, Reply, ReplyStream
+from inferscale.config import MemoryConfig, Sampling, home
+from inferscale.core import ChunkKey, Fact, FactId, Hit, Scope, Turn, clean_text, render_fact, token_digest
+from inferscale.engine.base import Engine
+from inferscale.errors import InvalidInput, MemoryNotFound, StoreMismatch
+from inferscale.facts import FactExtractor, create_extractor
+from inferscale.index import create_index
+from inferscale.index.embed import Embedder, SentenceTransformerEmbedder
+from inferscale.mirror import Mirror
+from inferscale.models import resolve_model
+from inferscale.retrieve import create_retriever
+from inferscale.shapes import Messages, item, matches, parse_conversation, parse_filters, parse_scope, parse_turns
+from inferscale.store import open_store, text_hash
+from inferscale.store.records import FactRef
+from inferscale.upkeep import Progress, Upkeep
+
+DEFAULT_EMBEDDER = "all-minilm-l6-v2"
+
+
+class Memory:
+    """Memories of users, agents and runs, answered from by KV injection.
+
+    The verbs are Mem0's: ids as keywords or in `filters`, results as `{"results": [...]}`. Methods
+    may be called from any thread, and any number of processes may open the same `path`.
+    """
+
+    def __init__(
+        self,
+        engine: Engine,
+        path: str | Path | None = None,
+        *,
+        embedder: Embedder | None = None,
+        extractor: FactExtractor | None = None,
+        config: MemoryConfig | None = None,
+        tenant: str = "default",
+        reencode: bool = False,
+    ) -> None:
+        """Open the store at `path` (default: $INFERSCALE_HOME/memory), making it if there is none.
+
+        `reencode` adopts a store that another model, recipe or embedder made: texts stay, embeddings
+        and KV are made again. Without it such a store raises StoreMismatch.
+        """
+        self.engine = engine
+        self.config = config or MemoryConfig()
+        self.path = Path(path) if path is not None else home() / "memory"
+        self._tenant = tenant
+        self._embedder = embedder or SentenceTransformerEmbedder(
+            resolve_model(DEFAULT_EMBEDDER).path, name=DEFAULT_EMBEDDER
+        )
+        recipe = engine.recipe(self.config.encode)
+        self._recipe = recipe.id
+        self._max_fact_tokens = engine.spec.max_positions // 4
+        self._extractor = extractor or create_extractor(max_chars=min(1000, self._max_fact_tokens))
+        self._tokens = lru_cache(maxsize=1 << 16)(self._tokenise)
+        self._store = open_store(self.path, self.config.store, self._on_corrupt)
+        try:
+            self._index = create_index(self._embedder.dim)
+            self._claim(asdict(recipe), reencode)
+            self._mirror = Mirror(self._store.catalog, self._index, self._store.chunks)
+        except BaseException:
+            self._store.close()
+            raise
+        self._retriever = create_retriever(self._index, self._store.catalog, self._embedder)
+        engine.attach(self._store.chunks, self._recipe)
+        self._upkeep = Upkeep(
+            self._store,
+            self._index,
+            self._mirror,
+            engine.encoder(self.config.encode),
+            self.config.encode,
+            self._key_of,
+            engine.prompt.fact_ids,
+        )
+        self._answerer = Answerer(
+            engine,
+            self._store,
+            self._mirror,
+            self._retriever,
+            self._recipe,
+            self._key_of,
+            self._upkeep.want_missing,
+            self._upkeep.foreground,
+        )
+
+    # --- Mem0's verbs ---
+
+    def add(
+        self,
+        messages: Messages,
+        *,
+        user_id: str | None = None,
+        agent_id: str | None = None,
+        run_id: str | None = None,
+        metadata: Mapping[str, Any] | None = None,
+        timestamp: str | None = None,
+        infer: bool = True,
+    ) -> dict[str, Any]:
+        """Remember messages: a text, or `{"role" or "name", "content", "time"}` mappings.
+
+        With `infer` each message is distilled into facts, without it each is kept as one memory. When
+        this returns the memories are durable and searchable; their KV is made in the background
+        (`flush` waits for it). Returns `{"results": [{"id", "memory", "event"}]}`, where event is ADD,
+        or NONE for a memory that is already there.
+        """
+        scope = self._scope(user_id=user_id, agent_id=agent_id, run_id=run_id)
+        turns = parse_turns(messages, timestamp)
+        drafts = self._drafts(turns, infer)
+        vectors = self._embedder.embed([render_fact(text, turns[at].time) for text, at in drafts])
+        known = self._store.catalog.find_duplicates(scope, [text_hash(text) for text, _ in drafts])
+        named = self._store.catalog.add_turns(scope, turns)
+        results, items = [], []
+        for (text, at), vector in zip(drafts, vectors, strict=True):
+            same = known.get(text_hash(text))
+            if same is not None:
+                results.append({"id": same, "memory": text, "event": "NONE"})
+                continue
+            details = dict(metadata or {})
+            fact = Fact(FactId(str(uuid4())), text, scope, turns[at].time, named[at].id, details)
+            known[text_hash(text)] = fact.id
+            items.append((fact, vector))
+            results.append({"id": fact.id, "memory": text, "event": "ADD"})
+        self._remember(scope, items)
+        return {"results": results}
+
+    def add_facts(self, facts: Sequence[tuple[Turn | None, str]], scope: Scope) -> list[FactId]:
+        """Remember facts that are already distilled, each with the turn it came from (or None).
+
+        For loaders: the turns are stored once each, in their order here.
+        """
+        turns = list(dict.fromkeys(turn for turn, _ in facts if turn is not None))
+        named = dict(zip(turns, self._store.catalog.add_turns(scope, turns), strict=True))
+        drafts = []
+        for turn, text in facts:
+            time_shown = turn.time if turn else None
+            source = named[turn].id if turn else None
+            drafts.append(Fact(FactId(str(uuid4())), self._checked(text), scope, time_shown, source))
+        vectors = self._embedder.embed([fact.line for fact in drafts])
+        self._remember(scope, list(zip(drafts, vectors, strict=True)))
+        return [fact.id for fact in drafts]
+
+    def search(
+        self,
+        query: str,
+        *,
+        top_k: int | None = None,
+        filters: Mapping[str, Any] | None = None,
+        threshold: float | None = None,
+        user_id: str | None = None,
+        agent_id: str | None = None,
+        run_id: str | None = None,
+    ) -> dict[str, Any]:
+        """The memories nearest to `query`, best first, each with its `score` (cosine).
+
+        `filters` holds owner ids and metadata that must be equal; it can only narrow the scope.
+        """
+        scope, wanted = parse_filters(
+            filters, {"user_id": user_id, "agent_id": agent_id, "run_id": run_id}, self._tenant
+        )
+        limit = self.config.retrieve.top_k if top_k is None else top_k
+        hits = self._search(self._retriever.embed(query), scope, limit, wanted)
+        kept = [hit for hit in reversed(hits) if threshold is None or hit.score >= threshold]
+        return {"results": [item(hit.fact, hit.score) for hit in kept]}
+
+    def get(self, memory_id: str) -> dict[str, Any] | None:
+        """One memory, or None."""
+        fact = self._find(memory_id)
+        return None if fact is None else item(fact)
+
+    def get_all(
+        self,
+        *,
+        filters: Mapping[str, Any] | None = None,
+        top_k: int | None = None,
+        user_id: str | None = None,
+        agent_id: str | None = None,
+        run_id: str | None = None,
+    ) -> dict[str, Any]:
+        """Every memory of a scope, oldest first; `top_k` keeps the first ones."""
+        scope, wanted = parse_filters(
+            filters, {"user_id": user_id, "agent_id": agent_id, "run_id": run_id}, self._tenant
+        )
+        facts = [fact for fact in self._store.catalog.list(scope) if matches(fact, wanted)]
+        return {"results": [item(fact) for fact in facts[:top_k]]}
+
+    def update(
+        self,
+        memory_id: str,
+        text: str | None = None,
+        metadata: Mapping[str, Any] | None = None,
+        data: str | None = None,
+    ) -> dict[str, str]:
+        """Change a memory's text or metadata (`data` is Mem0's older name for `text`); its owner never changes."""
+        text = data if text is None else text
+        if text is None and metadata is None:
+            raise InvalidInput("Nothing to update; pass text or metadata.")
+        fact = self._require(memory_id)
+        vector = None
+        if text is not None:
+            text = self._checked(text)
+            (vector,) = self._embedder.embed([render_fact(text, fact.time)])
+        merged = None if metadata is None else {**fact.metadata, **metadata}
+        dependents = self._store.catalog.dependents([fact.id]) if text is not None else []
+        self._store.catalog.update(fact.id, text, merged, vector)
+        if text is not None:
+            dependents = list({*dependents, *self._store.catalog.dependents([fact.id])})
+            self._drop_kv([FactRef(fact.scope.id, fact.id), *dependents])
+            self._mirror.put(fact.scope.id, [fact.id])
+            self._upkeep.want([FactRef(fact.scope.id, fact.id), *dependents])
+        return {"message": "Memory updated successfully!"}
+
+    def delete(self, memory_id: str) -> dict[str, str]:
+        """Forget one memory: text, embedding, history, KV, its turn, and KV that was computed from it."""
+        fact = self._require(memory_id)
+        result = self._store.catalog.delete([fact.id])
+        self._drop_kv([*result.deleted, *result.dependents])
+        self._mirror.remove(fact.scope.id, [fact.id])
+        self._upkeep.want(result.dependents)
+        return {"message": "Memory deleted successfully!"}
+
+    def delete_all(
+        self, user_id: str | None = None, agent_id: str | None = None, run_id: str | None = None
+    ) -> dict[str, Any]:
+        """Forget everything of a scope; `deleted` counts the memories. Other scopes are untouched."""
+        scope = self._scope(user_id=user_id, agent_id=agent_id, run_id=run_id)
+        result = self._store.catalog.delete_scope(scope)
+        for name in result.scopes:
+            self._store.chunks.delete_scope(name)
+        self._mirror.forget(result.scopes)
+        return {"message": "Memories deleted successfully!", "deleted": len(result.deleted)}
+
+    def history(self, memory_id: str) -> list[dict[str, Any]]:
+        """What happened to a memory, oldest first. A deleted memory shows its deletion and no text."""
+        entries = self._store.catalog.history(FactId(memory_id))
+        return [entry._asdict() for entry in entries]
+
+    def reset(self) -> None:
+        """Forget everything of everyone in this store."""
+        self._store.catalog.reset()
+        self._store.chunks.clear()
+        self._mirror.forget(None)
+
+    # --- answering ---
+
+    def chat(self, messages: Messages, **options: Any) -> Reply:
+        """Answer the last user message from the scope's memories; takes the options of `stream`."""
+        return self.stream(messages, **options).reply
+
+    def stream(
+        self,
+        messages: Messages,
+        *,
+        user_id: str | None = None,
+        agent_id: str | None = None,
+        run_id: str | None = None,
+        mode: str = "inject",
+        top_k: int | None = None,
+        hot: int | None = None,
+        sampling: Sampling | None = None,
+    ) -> ReplyStream:
+        """Answer piece by piece; `messages` is a question, or a conversation that ends with one.
+
+        `mode`: "inject" places the memories' KV, "text" prefills the very same tokens, "off" uses no
+        memory. `hot` leaves the best facts as text behind the injected ones. Memories that do not fit
+        the model are left out, the least relevant first. Raises PromptTooLong if the conversation
+        alone does not fit.
+        """
+        settings = self.config.retrieve
+        return self._answerer.stream(
+            parse_conversation(messages),
+            self._scope(user_id=user_id, agent_id=agent_id, run_id=run_id),
+            mode=mode,
+            top_k=settings.top_k if top_k is None else top_k,
+            hot=settings.hot if hot is None else hot,
+            token_budget=settings.token_budget,
+            sampling=sampling or Sampling(),
+        )
+
+    # --- upkeep ---
+
+    def flush(self, timeout: float | None = None, on_progress: Callable[[Progress], None] | None = None) -> Progress:
+        """Wait until every memory's KV is made, at most `timeout` seconds; see `Upkeep.flush`."""
+        return self._upkeep.flush(timeout, on_progress)
+
+    def close(self) -> None:
+        """Stop background work and close the store; the engine stays open. Idempotent."""
+        self._upkeep.close()
+        self._store.close()
+
+    def __enter__(self) -> Memory:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
+        self.close()
+
+    # --- inside ---
+
+    def _claim(self, recipe: dict[str, Any], reencode: bool) -> None:
+        """Take the store for this model and embedder, or refuse it (invariant 9)."""
+        catalog, name = self._store.catalog, self.engine.spec.name
+        mine = {"recipe": json.dumps(recipe, sort_keys=True), "embedder": self._embedder.fingerprint}
+        theirs = {key: catalog.meta_get(key) for key in mine}
+        stale = [key for key, value in theirs.items() if value is not None and value != mine[key]]
+        if stale and not reencode:
+            raise StoreMismatch(
+                f"The store at {self.path} was made with {catalog.meta_get('model')} and other settings "
+                f"({', '.join(stale)}); run `inferscale encode --reencode --store {self.path} --model {name}` "
+                "to make its KV for this one (its texts stay), or open it with what made it."
+            )
+        if "embedder" in stale:
+            self._embed_again()
+        if "recipe" in stale:
+            self._store.chunks.clear()
+        for key, value in {**mine, "model": f"{name} ({self.engine.spec.dtype})"}.items():
+            catalog.meta_set(key, value)
+
+    def _embed_again(self) -> None:
+        """Replace every embedding after a change of embedder."""
+        facts = [fact for scope in self._store.catalog.scopes() for fact in self._store.catalog.list(scope)]
+        unique = list({fact.id: fact for fact in facts}.values())  # a scope covers narrower ones too
+        vectors = self._embedder.embed([fact.line for fact in unique])
+        self._store.catalog.replace_embeddings([(f.id, v) for f, v in zip(unique, vectors, strict=True)])
+
+    def _scope(self, **owners: str | None) -> Scope:
+        return parse_scope(owners, self._tenant)
+
+    def _tokenise(self, line: str) -> tuple[str, tuple[int, ...]]:
+        token_ids = self.engine.prompt.fact_ids(line)
+        return token_digest(token_ids), token_ids
+
+    def _key_of(self, fact: Fact) -> tuple[ChunkKey, tuple[int, ...]]:
+        """The key of the fact's present KV, and its token ids."""
+        tokens, token_ids = self._tokens(fact.line)
+        return ChunkKey(fact.scope.id, fact.id, self._recipe, tokens), token_ids
+
+    def _checked(self, text: str) -> str:
+        """A fact's text, refused if no request could ever hold it."""
+        text = clean_text(text).strip()
+        tokens = len(self._tokens(render_fact(text, None))[1]) if len(text) < 8 * self._max_fact_tokens else len(text)
+        if tokens > self._max_fact_tokens:
+            raise InvalidInput(
+                f"One memory may take {self._max_fact_tokens} tokens with this model, a quarter of its context; "
+                f"this text of {len(text)} characters takes more. Split it, or add it with infer=True."
+            )
+        return text
+
+    def _drafts(self, turns: Sequence[Turn], infer: bool) -> list[tuple[str, int]]:
+        """Texts to remember and the index of the turn that each came from."""
+        if not infer:
+            return [(self._checked(turn.text), at) for at, turn in enumerate(turns)]
+        return [(self._checked(fact.text), fact.turn_index) for fact in self._extractor.extract(turns)]
+
+    def _remember(self, scope: Scope, items: Sequence[tuple[Fact, Any]]) -> None:
+        self._store.catalog.add_facts(items)
+        ids = [fact.id for fact, _ in items]
+        self._mirror.put(scope.id, ids)
+        self._upkeep.want(FactRef(scope.id, fact) for fact in ids)
+
+    def _search(self, vector: Any, scope: Scope, top_k: int, wanted: Mapping[str, Any]) -> list[Hit]:
+        """`top_k` hits with the wanted metadata, best last; looks further while there is more to look at."""
+        self._mirror.ensure(self._store.catalog.matching_scopes(scope))
+        reach = top_k
+        while True:
+            found = self._retriever.search(vector, scope, reach)
+            hits = [hit for hit in found if matches(hit.fact, wanted)]
+            if len(hits) >= top_k or len(found) < reach:
+                return hits[-top_k:] if top_k else []
+            reach *= 4
+
+    def _find(self, memory_id: str) -> Fact | None:
+        fact = self._store.catalog.get(FactId(memory_id))
+        return fact if fact is not None and fact.scope.tenant == self._tenant else None
+
+    def _require(self, memory_id: str) -> Fact:
+        fact = self._find(memory_id)
+        if fact is None:
+            raise MemoryNotFound(f"There is no memory {memory_id!r}; get_all lists the ids that exist.")
+        return fact
+
+    def _drop_kv(self, facts: Iterable[FactRef]) -> None:
+        for scope, fact in facts:
+            self._store.chunks.delete(scope, fact)
+
+    def _on_corrupt(self, key: ChunkKey) -> None:
+        """The store found and removed a damaged chunk: make it again."""
+        self._upkeep.want([FactRef(key.scope, key.fact)])
