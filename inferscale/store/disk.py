@@ -241,8 +241,6 @@ class DiskStore(KVStore):
         for folder in folders:
             try:
                 _sync_folder(folder)
-            except FileNotFoundError:
-                continue
             except OSError as error:
                 raise _translate(error, f"Cannot make the removal from {folder} durable") from error
             with suppress(OSError):  # not empty: other facts of the scope
@@ -325,7 +323,11 @@ def _write_all(descriptor: int, parts: Sequence[memoryview]) -> None:
 
 
 def _sync_folder(path: str) -> None:
-    descriptor = os.open(path, os.O_RDONLY | os.O_DIRECTORY)
+    """Make a folder's entries durable; one that another process's delete has removed has none."""
+    try:
+        descriptor = os.open(path, os.O_RDONLY | os.O_DIRECTORY)
+    except FileNotFoundError:
+        return
     try:
         os.fsync(descriptor)
     finally:

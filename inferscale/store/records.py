@@ -14,7 +14,7 @@ from typing import Any, Literal, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from inferscale.core import Fact, FactId, Scope, ScopeId, Turn, TurnId
+from inferscale.core import Fact, FactId, Scope, ScopeId, Turn, TurnId, digest
 from inferscale.errors import InvalidInput
 
 SourceKind = Literal["fact", "turn"]
@@ -131,7 +131,15 @@ def scope_filter(scope: Scope | None) -> tuple[str, list[str]]:
         return "TRUE", []
     wanted = {"tenant": scope.tenant, "user": scope.user, "agent": scope.agent, "run": scope.run}
     given = {column: value for column, value in wanted.items() if value is not None}
-    return " AND ".join(f"scopes.{column} = ?" for column in given), list(given.values())
+    indexed = {f"by_{column}": owner_digest(scope, column) for column in given if column != "tenant"}
+    terms = {**indexed, **given}
+    return " AND ".join(f"scopes.{column} = ?" for column in terms), [value or "" for value in terms.values()]
+
+
+def owner_digest(scope: Scope, column: str) -> str | None:
+    """What the index over `column` (user, agent or run) holds instead of the owner's name."""
+    value = getattr(scope, column)
+    return None if value is None else digest([scope.tenant, column, value])
 
 
 def fact_from_row(row: tuple[Any, ...]) -> Fact:
@@ -158,8 +166,12 @@ def turn_from_row(row: tuple[Any, ...]) -> Turn:
 def register_scope(db: sqlite3.Connection, scope: Scope) -> ScopeId:
     """Make the scope's row if there is none."""
     db.execute(
-        "INSERT OR IGNORE INTO scopes VALUES (?, ?, ?, ?, ?)",
-        (scope.id, scope.tenant, scope.user, scope.agent, scope.run),
+        """INSERT OR IGNORE INTO scopes (id, tenant, user, agent, run, by_user, by_agent, by_run)
+           VALUES (?, ?, ?, ?, ?, ?, ?, ?)""",
+        (
+            *(scope.id, scope.tenant, scope.user, scope.agent, scope.run),
+            *(owner_digest(scope, column) for column in ("user", "agent", "run")),
+        ),
     )
     return scope.id
 

@@ -11,7 +11,8 @@ Page layout: https://www.sqlite.org/fileformat2.html#b_tree_pages
 from __future__ import annotations
 
 PAGE_BYTES = 4096
-_HEADER_BYTES = {2: 12, 10: 8, 13: 8}  # by page type: interior index, leaf index, leaf table; others hold no text
+_LEAF_TABLE = 13  # the page type that holds rows; interior and index pages hold ids and digests (see schema)
+_HEADER_BYTES = 8
 _POINTER_LIMIT = PAGE_BYTES >> 8  # the high byte of every cell pointer is below this
 
 
@@ -26,11 +27,10 @@ def has_residue(database: bytes) -> bool:
 
 
 def _gap_is_used(database: bytes, page: int) -> bool:
-    header = _HEADER_BYTES.get(database[page])
-    if header is None:
+    if database[page] != _LEAF_TABLE:
         return False
     cells = int.from_bytes(database[page + 3 : page + 5], "big")
     content = int.from_bytes(database[page + 5 : page + 7], "big")
-    gap = database[page + header + 2 * cells : page + content]
+    gap = database[page + _HEADER_BYTES + 2 * cells : page + content]
     # Old cell pointers stay behind too, VACUUM or not. They say nothing, and every other byte of them is small.
     return max(gap[::2], default=0) >= _POINTER_LIMIT

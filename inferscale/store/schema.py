@@ -10,15 +10,17 @@ from inferscale.store.sqlite import Database
 VERSION = 1
 
 # `seq` is the order of insertion, never reused, so it orders a scope's rows as well as all rows.
+# Indexes hold ids and digests of owners only, never texts or names: index pages are not scrubbed (see residue).
 # derivations.source_id has no foreign key: a row whose source is gone says that KV must be dropped.
 _STATEMENTS = (
     "CREATE TABLE meta (key TEXT PRIMARY KEY, value TEXT NOT NULL) WITHOUT ROWID",
     """CREATE TABLE scopes (
-        id TEXT PRIMARY KEY, tenant TEXT NOT NULL, user TEXT, agent TEXT, run TEXT
-    ) WITHOUT ROWID""",
-    "CREATE INDEX scopes_user ON scopes (tenant, user)",
-    "CREATE INDEX scopes_agent ON scopes (tenant, agent)",
-    "CREATE INDEX scopes_run ON scopes (tenant, run)",
+        seq INTEGER PRIMARY KEY, id TEXT NOT NULL UNIQUE, tenant TEXT NOT NULL, user TEXT, agent TEXT, run TEXT,
+        by_user TEXT, by_agent TEXT, by_run TEXT
+    )""",
+    "CREATE INDEX scopes_user ON scopes (by_user)",
+    "CREATE INDEX scopes_agent ON scopes (by_agent)",
+    "CREATE INDEX scopes_run ON scopes (by_run)",
     """CREATE TABLE turns (
         seq INTEGER PRIMARY KEY AUTOINCREMENT, id TEXT NOT NULL UNIQUE,
         scope TEXT NOT NULL REFERENCES scopes (id), speaker TEXT NOT NULL, text TEXT NOT NULL, time TEXT
@@ -31,10 +33,9 @@ _STATEMENTS = (
         created_at TEXT NOT NULL, updated_at TEXT NOT NULL, embedding BLOB NOT NULL
     )""",
     "CREATE INDEX facts_scope ON facts (scope)",
-    "CREATE INDEX facts_hash ON facts (scope, hash)",
     "CREATE INDEX facts_turn ON facts (turn_id)",
     """CREATE TABLE history (
-        seq INTEGER PRIMARY KEY AUTOINCREMENT, id TEXT NOT NULL UNIQUE, memory_id TEXT NOT NULL, scope TEXT NOT NULL,
+        seq INTEGER PRIMARY KEY AUTOINCREMENT, id TEXT NOT NULL, memory_id TEXT NOT NULL, scope TEXT NOT NULL,
         old_memory TEXT, new_memory TEXT, event TEXT NOT NULL CHECK (event IN ('ADD', 'UPDATE', 'DELETE')),
         created_at TEXT NOT NULL, updated_at TEXT NOT NULL, is_deleted INTEGER NOT NULL
     )""",
