@@ -98,7 +98,9 @@ class Database:
         return not self._unscrubbed or self.scrub()
 
     def close(self) -> None:
-        """Idempotent."""
+        """Idempotent; in a forked child it does nothing, for the connection is the parent's."""
+        if self._pid != os.getpid():
+            return
         with self._held():
             if self._unscrubbed:
                 self._scrub()

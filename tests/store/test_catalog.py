@@ -313,6 +313,15 @@ def test_a_foreign_database_and_a_newer_schema_are_refused(tmp_path: Path) -> No
         Catalog(tmp_path / "new", 1)
 
 
+def test_a_forked_child_is_refused(catalog: Catalog, monkeypatch: pytest.MonkeyPatch) -> None:
+    with monkeypatch.context() as patch:
+        patch.setattr("inferscale.store.sqlite.os.getpid", lambda: -1)
+        with pytest.raises(StoreError, match="fork"):
+            catalog.list(ALICE)
+        catalog.close()
+    assert catalog.list(ALICE) == []
+
+
 def test_a_closed_catalog_says_so(catalog: Catalog, tmp_path: Path) -> None:
     catalog.close()
     catalog.close()
