@@ -143,6 +143,11 @@ class Report:
             },
         }
 
+    def write(self, path: Path) -> None:
+        """Write the result so far; long runs do so now and then, so that an interruption loses little."""
+        text = json.dumps(self.form(), indent=1, ensure_ascii=False, allow_nan=False)
+        path.write_text(text + "\n", encoding="utf-8")
+
     def finish(
         self,
         args: argparse.Namespace,
@@ -161,8 +166,7 @@ class Report:
         if shown:
             console.print(as_table(f"{self.name}: figures", shown))
         if args.json:
-            text = json.dumps(self.form(), indent=1, ensure_ascii=False, allow_nan=False)
-            args.json.write_text(text + "\n", encoding="utf-8")
+            self.write(args.json)
         if args.plot:
             if plot is None:
                 raise SystemExit(f"{self.name} draws no picture; leave --plot out.")

@@ -234,23 +234,21 @@ class Memory:
         self, user_id: str | None = None, agent_id: str | None = None, run_id: str | None = None
     ) -> dict[str, Any]:
         """Forget everything of a scope; `deleted` counts the memories. Other scopes are untouched."""
-        scope = self._scope(user_id=user_id, agent_id=agent_id, run_id=run_id)
-        result = self._store.catalog.delete_scope(scope)
-        for name in result.scopes:
-            self._store.chunks.delete_scope(name)
-        self._mirror.forget(result.scopes)
-        return {"message": "Memories deleted successfully!", "deleted": len(result.deleted)}
+        deleted = self._forget(self._scope(user_id=user_id, agent_id=agent_id, run_id=run_id))
+        return {"message": "Memories deleted successfully!", "deleted": deleted}
 
     def history(self, memory_id: str) -> list[dict[str, Any]]:
         """What happened to a memory, oldest first. A deleted memory shows its deletion and no text."""
-        entries = self._store.catalog.history(FactId(memory_id))
-        return [entry._asdict() for entry in entries]
+        living = self._store.catalog.get(FactId(memory_id))
+        if living is not None and living.scope.tenant != self._tenant:
+            return []
+        return [entry._asdict() for entry in self._store.catalog.history(FactId(memory_id))]
 
     def reset(self) -> None:
-        """Forget everything of everyone in this store."""
-        self._store.catalog.reset()
-        self._store.chunks.clear()
-        self._mirror.forget(None)
+        """Forget everything of everyone (of this tenant)."""
+        for scope in self._store.catalog.scopes():
+            if scope.tenant == self._tenant:
+                self._forget(scope)
 
     # --- answering ---
 
@@ -388,6 +386,14 @@ class Memory:
         if fact is None:
             raise MemoryNotFound(f"There is no memory {memory_id!r}; get_all lists the ids that exist.")
         return fact
+
+    def _forget(self, scope: Scope) -> int:
+        """Forget everything that `scope` covers; returns how many memories that were."""
+        result = self._store.catalog.delete_scope(scope)
+        for name in result.scopes:
+            self._store.chunks.delete_scope(name)
+        self._mirror.forget(result.scopes)
+        return len(result.deleted)
 
     def _drop_kv(self, facts: Iterable[FactRef]) -> None:
         for scope, fact in facts:

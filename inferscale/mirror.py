@@ -79,9 +79,9 @@ class Mirror:
         with self._lock:
             self._index.remove(scope, ids)
 
-    def forget(self, scopes: Sequence[ScopeId] | None) -> None:
-        """This process has just deleted these scopes; None means all."""
+    def forget(self, scopes: Sequence[ScopeId]) -> None:
+        """This process has just deleted these scopes."""
         with self._lock:
-            for scope in list(self._loaded) if scopes is None else scopes:
+            for scope in scopes:
                 self._index.drop_scope(scope)
                 self._loaded.discard(scope)

@@ -6,6 +6,7 @@ import os
 import random
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 os.environ["HF_HUB_OFFLINE"] = "1"  # read once, when huggingface_hub is first imported
 
@@ -15,7 +16,12 @@ import pytest
 import torch
 
 from inferscale import config
+from inferscale.decoder.transformers import load_tokenizer
+from inferscale.engine.base import Engine
+from inferscale.engine.transformers import TransformersEngine
+from inferscale.index.embed import SentenceTransformerEmbedder
 from inferscale.models import resolve_model
+from tests.tiny import tiny_decoder
 
 hypothesis.settings.register_profile("local", deadline=None, max_examples=30)
 hypothesis.settings.register_profile("ci", deadline=None, max_examples=60, derandomize=True, database=None)
@@ -60,3 +66,28 @@ def model_path(inferscale_home: Path) -> Path:
 def encoder_path(inferscale_home: Path) -> Path:
     """The MiniLM sentence encoder's folder."""
     return resolve_model("all-minilm-l6-v2").path
+
+
+@pytest.fixture(scope="session")
+def tokenizer(model_path: Path) -> Any:
+    """SmolLM2's tokenizer."""
+    return load_tokenizer(model_path)
+
+
+@pytest.fixture(scope="session")
+def tiny_engine(tokenizer: Any) -> TransformersEngine:
+    """A tiny random model behind the real tokenizer: the engine's whole path in milliseconds."""
+    decoder = tiny_decoder("llama", "llama3", vocab_size=len(tokenizer), max_position_embeddings=512)
+    return TransformersEngine(decoder, tokenizer)
+
+
+@pytest.fixture(scope="session")
+def real_engine(model_path: Path) -> Engine:
+    """SmolLM2-135M-Instruct in float32."""
+    return Engine.from_pretrained(model_path, dtype="float32")
+
+
+@pytest.fixture(scope="session")
+def embedder(encoder_path: Path) -> SentenceTransformerEmbedder:
+    """MiniLM."""
+    return SentenceTransformerEmbedder(encoder_path, name="all-minilm-l6-v2")

@@ -49,7 +49,8 @@ class Score:
 class Question:
     """A question ready to be scored: fact indices best last, token ids, the reference distributions."""
 
-    text: str
+    number: int
+    memory_tokens: int
     facts: tuple[int, ...]
     tail: tuple[int, ...]
     answer: tuple[int, ...]
@@ -114,7 +115,7 @@ class Lab:
         """The encoded facts, header first."""
         return [self.header, *(self._kv[way, i] for i in facts)]
 
-    def question(self, qa: LocomoQuestion, k: int) -> Question:
+    def question(self, number: int, qa: LocomoQuestion, k: int) -> Question:
         """Retrieve for a question and compute its reference by full prefill."""
         facts = self.retrieve(qa.question, k)
         tail = self.prompt.tail_ids([Message("user", qa.question)])
@@ -123,7 +124,8 @@ class Lab:
         buffer = KVBuffer.for_decoder(self.decoder, len(prefix) + len(tail) + len(answer))
         extend(self.decoder, self._ids(prefix), buffer)
         reference = self._answer(tail, answer, buffer)
-        return Question(qa.question, facts, tail, answer, reference, _nll(reference, answer))
+        memory_tokens = sum(len(self.facts[i]) for i in facts)
+        return Question(number, memory_tokens, facts, tail, answer, reference, _nll(reference, answer))
 
     def score(self, question: Question, chunks: Sequence[ChunkKV], hot: Sequence[int] = ()) -> Score:
         """Inject `chunks`, prefill the `hot` facts as text, and compare with the reference."""
