@@ -111,8 +111,8 @@ class Answerer:
         """Start an answer; see `Memory.stream`."""
         if mode not in MODES:
             raise InvalidInput(f"mode must be one of {', '.join(MODES)}, got {mode!r}.")
-        if hot < 0:
-            raise InvalidInput("hot counts facts and must be 0 or more.")
+        if hot < 0 or top_k < 0:
+            raise InvalidInput("hot and top_k count facts and must be 0 or more.")
         began = time.perf_counter()
         tail = self._engine.prompt.tail_ids(conversation)
         room = self._room(tail, sampling)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from functools import lru_cache
 from pathlib import Path
 from types import TracebackType
@@ -25,6 +25,7 @@ from inferscale.retrieve import create_retriever
 from inferscale.shapes import Messages, item, matches, parse_conversation, parse_filters, parse_scope, parse_turns
 from inferscale.store import open_store, text_hash
 from inferscale.store.records import FactRef
+from inferscale.store.turns import name_turns
 from inferscale.upkeep import Progress, Upkeep
 
 DEFAULT_EMBEDDER = "all-minilm-l6-v2"
@@ -116,39 +117,35 @@ class Memory:
         or NONE for a memory that is already there.
         """
         scope = self._scope(user_id=user_id, agent_id=agent_id, run_id=run_id)
-        turns = parse_turns(messages, timestamp)
+        turns = name_turns(parse_turns(messages, timestamp))
         drafts = self._drafts(turns, infer)
         vectors = self._embedder.embed([render_fact(text, turns[at].time) for text, at in drafts])
         known = self._store.catalog.find_duplicates(scope, [text_hash(text) for text, _ in drafts])
-        named = self._store.catalog.add_turns(scope, turns)
         results, items = [], []
         for (text, at), vector in zip(drafts, vectors, strict=True):
             same = known.get(text_hash(text))
-            if same is not None:
-                results.append({"id": same, "memory": text, "event": "NONE"})
-                continue
-            details = dict(metadata or {})
-            fact = Fact(FactId(str(uuid4())), text, scope, turns[at].time, named[at].id, details)
-            known[text_hash(text)] = fact.id
-            items.append((fact, vector))
-            results.append({"id": fact.id, "memory": text, "event": "ADD"})
-        self._remember(scope, items)
+            if same is None:
+                details = dict(metadata or {})
+                fact = Fact(FactId(str(uuid4())), text, scope, turns[at].time, turns[at].id, details)
+                known[text_hash(text)] = fact.id
+                items.append((fact, vector))
+            results.append({"id": same or fact.id, "memory": text, "event": "NONE" if same else "ADD"})
+        self._remember(scope, items, turns)
         return {"results": results}
 
     def add_facts(self, facts: Sequence[tuple[Turn | None, str]], scope: Scope) -> list[FactId]:
-        """Remember facts that are already distilled, each with the turn it came from (or None).
-
-        For loaders: the turns are stored once each, in their order here.
-        """
-        turns = list(dict.fromkeys(turn for turn, _ in facts if turn is not None))
-        named = dict(zip(turns, self._store.catalog.add_turns(scope, turns), strict=True))
+        """Remember facts that are already distilled, each with the turn it came from (or None); for loaders."""
+        turns = name_turns(list(dict.fromkeys(replace(turn, id=None) for turn, _ in facts if turn is not None)))
+        named = {replace(turn, id=None): turn for turn in turns}
         drafts = []
-        for turn, text in facts:
-            time_shown = turn.time if turn else None
-            source = named[turn].id if turn else None
-            drafts.append(Fact(FactId(str(uuid4())), self._checked(text), scope, time_shown, source))
+        for said, text in facts:
+            turn = None if said is None else named[replace(said, id=None)]
+            at, source = (turn.time, turn.id) if turn is not None else (None, None)
+            drafts.append(Fact(FactId(str(uuid4())), self._checked(text), scope, at, source))
+        if not drafts:
+            return []
         vectors = self._embedder.embed([fact.line for fact in drafts])
-        self._remember(scope, list(zip(drafts, vectors, strict=True)))
+        self._remember(scope, list(zip(drafts, vectors, strict=True)), turns)
         return [fact.id for fact in drafts]
 
     def search(
@@ -360,8 +357,11 @@ class Memory:
             return [(self._checked(turn.text), at) for at, turn in enumerate(turns)]
         return [(self._checked(fact.text), fact.turn_index) for fact in self._extractor.extract(turns)]
 
-    def _remember(self, scope: Scope, items: Sequence[tuple[Fact, Any]]) -> None:
-        self._store.catalog.add_facts(items)
+    def _remember(self, scope: Scope, items: Sequence[tuple[Fact, Any]], turns: Sequence[Turn]) -> None:
+        """Commit facts, and the turns that they or the recipe's context windows need."""
+        sources = {fact.turn_id for fact, _ in items}
+        kept = turns if self.config.encode.window else [turn for turn in turns if turn.id in sources]
+        self._store.catalog.add_facts(items, kept)
         ids = [fact.id for fact, _ in items]
         self._mirror.put(scope.id, ids)
         self._upkeep.want(FactRef(scope.id, fact) for fact in ids)

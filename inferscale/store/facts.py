@@ -11,7 +11,7 @@ from uuid import uuid4
 import numpy as np
 from numpy.typing import NDArray
 
-from inferscale.core import Fact, FactId, Scope, ScopeId, TurnId
+from inferscale.core import Fact, FactId, Scope, ScopeId, Turn, TurnId
 from inferscale.errors import InvalidInput, MemoryNotFound, StoreMismatch
 from inferscale.store.derivations import find_dependents
 from inferscale.store.feed import announce, announce_reset
@@ -33,6 +33,7 @@ from inferscale.store.records import (
     text_hash,
 )
 from inferscale.store.sqlite import Database
+from inferscale.store.turns import insert_turns
 
 Facts = list[Fact]
 _FROM_FACTS = f"SELECT {FACT_COLUMNS} FROM facts JOIN scopes ON scopes.id = facts.scope"
@@ -49,9 +50,11 @@ class FactTable:
 
     # --- writing ---
 
-    def add_facts(self, items: Sequence[tuple[Fact, Embedding]]) -> Facts:
+    def add_facts(self, items: Sequence[tuple[Fact, Embedding]], turns: Sequence[Turn] = ()) -> Facts:
         """Add facts with their embeddings [d] float32, all or none; returns them with their times filled in.
 
+        `turns` (with ids, of the facts' one scope) are appended in the same transaction, so a killed
+        process leaves no turn that no memory would ever delete.
         Raises InvalidInput for an id that is taken or a turn that is not in the fact's scope,
         StoreMismatch for an embedding of another dimension than the catalog's.
         """
@@ -63,6 +66,8 @@ class FactTable:
         vectors = [embedding_bytes(embedding) for _, embedding in items]
         if added:
             with self._db.write() as db:
+                if turns:
+                    insert_turns(db, added[0].scope, turns)
                 for fact, vector in zip(added, vectors, strict=True):
                     _require_dimension(db, vector)
                     _insert(db, fact, vector)

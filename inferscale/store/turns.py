@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sqlite3
 from collections.abc import Sequence
 from dataclasses import replace
 from uuid import uuid4
@@ -18,16 +19,10 @@ class TurnTable:
 
     def add_turns(self, scope: Scope, turns: Sequence[Turn]) -> list[Turn]:
         """Append turns to a scope in one transaction; returns them with ids (a turn without one gets a UUID)."""
-        named = [turn if turn.id else replace(turn, id=TurnId(str(uuid4()))) for turn in turns]
-        for turn in named:
-            require_id(turn.id or "", "turn")
+        named = name_turns(turns)
         if named:
             with self._db.write() as db:
-                register_scope(db, scope)
-                db.executemany(
-                    "INSERT INTO turns (id, scope, speaker, text, time) VALUES (?, ?, ?, ?, ?)",
-                    [(turn.id, scope.id, turn.speaker, turn.text, turn.time) for turn in named],
-                )
+                insert_turns(db, scope, named)
         return named
 
     def turns(self, scope: Scope) -> list[Turn]:
@@ -45,3 +40,20 @@ class TurnTable:
                 (scope.id, turn_id, max(n, 0)),
             ).fetchall()
         return [turn_from_row(row) for row in reversed(rows)]
+
+
+def name_turns(turns: Sequence[Turn]) -> list[Turn]:
+    """The turns, each with an id; raises InvalidInput for an id that cannot be stored."""
+    named = [turn if turn.id else replace(turn, id=TurnId(str(uuid4()))) for turn in turns]
+    for turn in named:
+        require_id(turn.id or "", "turn")
+    return named
+
+
+def insert_turns(db: sqlite3.Connection, scope: Scope, turns: Sequence[Turn]) -> None:
+    """Append turns that have ids, within the caller's transaction."""
+    register_scope(db, scope)
+    db.executemany(
+        "INSERT INTO turns (id, scope, speaker, text, time) VALUES (?, ?, ?, ?, ?)",
+        [(turn.id, scope.id, turn.speaker, turn.text, turn.time) for turn in turns],
+    )
