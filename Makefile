@@ -17,7 +17,7 @@ TORCH := 2.13.0
 BIN := .venv/bin
 PIP := $(BIN)/python -m pip --disable-pip-version-check install -q
 READY := .venv/.ready
-BENCHMARKS := $(filter-out common,$(patsubst benchmarks/%.py,%,$(wildcard benchmarks/[a-z]*.py)))
+BENCHMARKS := $(filter-out common workload,$(patsubst benchmarks/%.py,%,$(wildcard benchmarks/[a-z]*.py)))
 EVALS := $(patsubst evals/%/__main__.py,%,$(wildcard evals/*/__main__.py))
 RUN_FLAGS = --json out/$@.json $(if $(QUICK),--quick) $(ARGS)
 
