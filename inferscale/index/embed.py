@@ -69,8 +69,11 @@ class SentenceTransformerEmbedder(Embedder):
             raise ModelNotFound(f"{self.path} is no sentence-transformers folder; pass a folder that has config.json.")
         from sentence_transformers import SentenceTransformer
 
+        from inferscale.decoder.transformers import quiet  # it loads through transformers, bars and all
+
         try:
-            self._model = SentenceTransformer(str(self.path), device=device, local_files_only=True)
+            with quiet():
+                self._model = SentenceTransformer(str(self.path), device=device, local_files_only=True)
         except Exception as error:  # the libraries below raise anything from OSError to SafetensorError
             raise ModelDamaged(f"The encoder in {self.path} cannot be loaded ({error}); fetch it again.") from error
         self._max_chars = CHARS_PER_TOKEN * int(self._model.max_seq_length or 512)
