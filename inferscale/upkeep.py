@@ -36,7 +36,7 @@ ATTEMPTS = 3
 """Tries before a fact is left as text until it is asked for again."""
 NEIGHBOURS = 20
 """Nearest facts of a new fact whose companions may have changed because of it."""
-FOREGROUND_PATIENCE = 2.0
+FOREGROUND_PATIENCE = 0.5
 """Seconds that the next pass waits while a request is being answered."""
 
 

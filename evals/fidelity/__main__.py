@@ -167,7 +167,7 @@ def main() -> None:
     options = parser((__doc__ or "").partition("\n")[0])
     options.add_argument("--data", type=Path, metavar="FILE", help="conversations in LoCoMo's shape")
     options.add_argument("--questions", type=int, default=10, help="questions a conversation (default 10)")
-    options.add_argument("--compared", type=int, default=4, help="of these, measured in every way (default 4)")
+    options.add_argument("--compared", type=int, default=2, help="of these, measured in every way (default 2)")
     options.add_argument("--model", default="smollm2-135m-instruct")
     options.add_argument("--seed", type=int, default=0, help="which questions are drawn")
     args = options.parse_args()
