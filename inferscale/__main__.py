@@ -1,0 +1,5 @@
+"""`python -m inferscale` is the `inferscale` command."""
+
+from inferscale.cli import main
+
+main()
