@@ -35,8 +35,8 @@ class EncodeConfig:
     """Most similar facts of the same scope placed between header and fact, closest last."""
     mode: str = "streaming"
     """How turns are encoded: "exact" (one pass a fact) or "streaming" (each turn once)."""
-    batch_tokens: int = 768
-    """Tokens computed in one packed forward pass."""
+    batch_tokens: int = 512
+    """Tokens computed in one packed forward pass; a request that comes meanwhile waits for its end."""
     refresh_below: float = 0.5
     """Re-encode a fact when fewer than this share of its companions are still its companions."""
 

@@ -8,7 +8,7 @@ from dataclasses import asdict, replace
 from functools import lru_cache
 from pathlib import Path
 from types import TracebackType
-from typing import Any
+from typing import Any, TypedDict, Unpack
 from uuid import uuid4
 
 from inferscale.answer import Answerer, Reply, ReplyStream
@@ -29,6 +29,18 @@ from inferscale.store.turns import name_turns
 from inferscale.upkeep import Progress, Upkeep
 
 DEFAULT_EMBEDDER = "all-minilm-l6-v2"
+
+
+class ChatOptions(TypedDict, total=False):
+    """The options of `Memory.stream`."""
+
+    user_id: str | None
+    agent_id: str | None
+    run_id: str | None
+    mode: str
+    top_k: int | None
+    hot: int | None
+    sampling: Sampling | None
 
 
 class Memory:
@@ -249,7 +261,7 @@ class Memory:
 
     # --- answering ---
 
-    def chat(self, messages: Messages, **options: Any) -> Reply:
+    def chat(self, messages: Messages, **options: Unpack[ChatOptions]) -> Reply:
         """Answer the last user message from the scope's memories; takes the options of `stream`."""
         return self.stream(messages, **options).reply
 

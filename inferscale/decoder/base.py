@@ -10,6 +10,7 @@ Shapes: d hidden size, H query heads, G key/value heads, D head dim, n new token
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 
 import torch
@@ -44,11 +45,17 @@ class Mask:
 
 
 class LayerwiseDecoder(ABC):
-    """One decoder model, walked layer by layer. No call mutates its inputs; none needs gradients."""
+    """One decoder model, walked layer by layer. No call mutates its inputs; none needs gradients.
+
+    `exclusive` is held for a whole forward pass. On a CPU it is a lock: two passes at once would each
+    wake a thread for every core, and threads that wait for each other make both many times slower
+    than one after the other. A GPU queues by itself.
+    """
 
     spec: ModelSpec
     device: torch.device
     dtype: torch.dtype
+    exclusive: AbstractContextManager[object]
 
     @abstractmethod
     def embed(self, token_ids: Tensor) -> Tensor:

@@ -43,8 +43,13 @@ def extend(decoder: LayerwiseDecoder, token_ids: Tensor, buffer: KVBuffer) -> Te
 
     Mutates `buffer`; its capacity must hold n more tokens.
     """
+    assert buffer.length + len(token_ids) <= buffer.capacity, "the caller sizes the buffer"
+    with decoder.exclusive:
+        return _extend(decoder, token_ids, buffer)
+
+
+def _extend(decoder: LayerwiseDecoder, token_ids: Tensor, buffer: KVBuffer) -> Tensor:
     start, end = buffer.length, buffer.length + len(token_ids)
-    assert end <= buffer.capacity, "the caller sizes the buffer"
     positions = torch.arange(end, device=decoder.device)
     mask = decoder.mask(positions[start:], positions)
     cos, sin = decoder.rotation(positions[start:])

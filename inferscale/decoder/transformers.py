@@ -5,8 +5,10 @@ A new model family is one entry in `FAMILIES` (CONTRIBUTING.md, "Add a model fam
 
 from __future__ import annotations
 
+import threading
 import warnings
 from collections.abc import Mapping
+from contextlib import nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -84,6 +86,7 @@ class TransformersDecoder(LayerwiseDecoder):
         self.model = model.eval().requires_grad_(False)
         self.dtype = next(model.parameters()).dtype
         self.device = next(model.parameters()).device
+        self.exclusive = threading.Lock() if self.device.type == "cpu" else nullcontext()
         self._family = FAMILIES[model.config.model_type]
         self._layers: list[Any] = list(model.model.layers)
         self.spec = _spec(model, name, fingerprint, self.dtype)

@@ -81,6 +81,11 @@ def run(decoder: LayerwiseDecoder, batch: Batch, trunk: Known) -> tuple[Tensor, 
 
     Mutates `trunk`: its last `trunk_rows` rows are filled with the new turns' KV.
     """
+    with decoder.exclusive:
+        return _run(decoder, batch, trunk)
+
+
+def _run(decoder: LayerwiseDecoder, batch: Batch, trunk: Known) -> tuple[Tensor, Tensor]:
     spec, n = decoder.spec, len(batch.token_ids)
     keys = torch.empty((spec.layers, n, spec.kv_heads, spec.head_dim), dtype=decoder.dtype, device=decoder.device)
     values = torch.empty_like(keys)
