@@ -24,11 +24,12 @@ TIMES = [Step(5, 240, 0.2, 0.05), Step(50, 1900, 3.0, 0.1)]
 
 @pytest.fixture(scope="module")
 def result(tmp_path_factory: pytest.TempPathFactory, model_path: Path) -> dict[str, Any]:
-    """`inferscale demo --json --plot` with eight of the 63 facts."""
+    """`inferscale demo --json --plot` with four of the 63 facts and short answers."""
     picture = tmp_path_factory.mktemp("demo") / "ttft.png"
     real = locomo.load_locomo
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(locomo, "load_locomo", lambda path: [replace(c, facts=c.facts[:8]) for c in real(path)])
+        patch.setattr(locomo, "load_locomo", lambda path: [replace(c, facts=c.facts[:4]) for c in real(path)])
+        patch.setattr("inferscale.demo.MAX_TOKENS", 4)
         done = CliRunner().invoke(main, ["demo", "--json", "--plot", str(picture)])
     assert done.exit_code == 0, done.stderr
     assert picture.read_bytes().startswith(b"\x89PNG")
@@ -38,14 +39,14 @@ def result(tmp_path_factory: pytest.TempPathFactory, model_path: Path) -> dict[s
 
 
 def test_both_modes_answer_from_the_same_tokens(result: dict[str, Any]) -> None:
-    assert result["facts"] == 8
+    assert result["facts"] == 4
     assert len(result["exchanges"]) == len(QUESTIONS)
     for exchange in result["exchanges"]:
         text, inject = exchange["text"], exchange["inject"]
         assert text["prompt_tokens"] == inject["prompt_tokens"]
         assert (text["injected_tokens"], inject["fallback"]) == (0, None)
         assert 0 < inject["injected_tokens"] < inject["prompt_tokens"]
-        assert len(exchange["facts"]) == 8
+        assert len(exchange["facts"]) == 4
 
 
 def test_every_step_is_timed_in_both_modes(result: dict[str, Any]) -> None:
