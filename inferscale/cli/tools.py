@@ -69,7 +69,7 @@ def demo(model: ModelChoice, out: Output, plot: Path | None) -> None:
         facts, seconds = encoded = run.encode(out.wait)
         speakers = " and ".join(run.conversation.speakers)
         console.print(f"{facts} memories of a conversation between {speakers}, encoded once in {seconds:.1f} s.")
-        console.print(f"{INTRODUCTION}\n", markup=False)
+        console.print(" ".join(INTRODUCTION.split()) + "\n", markup=False)  # folded to the terminal, whatever its width
         with out.busy("warming up"):
             run.warm_up()
         exchanges = []
@@ -100,7 +100,7 @@ def bench(names: tuple[str, ...], quick: bool, out: Output) -> None:
     folder = ROOT / "benchmarks"
     if not (folder / "common.py").is_file():
         raise click.UsageError("The benchmarks live in InferScale's repository; clone it and run this there.")
-    known = sorted(file.stem for file in folder.glob("[a-z]*.py") if file.stem != "common")
+    known = sorted(file.stem for file in folder.glob("[a-z]*.py") if file.stem not in ("common", "workload"))
     if unknown := [name for name in names if name not in known]:
         raise click.UsageError(f"There is no benchmark {', '.join(unknown)}; there are: {', '.join(known)}.")
     if not names:
