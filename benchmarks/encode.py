@@ -58,7 +58,8 @@ def run(engine: Engine, jobs: list[EncodeJob], turns: list[TokenIds], window: in
     """Seconds at which each fact was done."""
     encoder = engine.encoder(EncodeConfig(window=window, mode=mode))
     began = time.perf_counter()
-    steps = tqdm(encoder.encode(jobs, turns), f"w={window} {mode}", len(jobs), leave=False, unit="fact")
+    done = (fact for results in encoder.encode(jobs, turns) for fact in results)
+    steps = tqdm(done, f"w={window} {mode}", len(jobs), leave=False, unit="fact")
     return [time.perf_counter() - began for _ in steps]
 
 

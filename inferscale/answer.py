@@ -17,7 +17,7 @@ from inferscale.errors import InvalidInput, PromptTooLong
 from inferscale.mirror import Mirror
 from inferscale.retrieve.base import Retriever
 from inferscale.shapes import item
-from inferscale.store import Store
+from inferscale.store import FactRef, Store
 
 MODES = ("inject", "text", "off")
 
@@ -29,8 +29,8 @@ class Reply:
     """An answer and how it came about.
 
     `memories` are the facts that were in the prompt, the best one last, in the shape of `search`.
-    `timings` are seconds: embed, search, plan, compose, prefill, first_token (since the call, all of
-    the former together) and decode. `fallback` says why a plan could not be injected (the answer
+    `timings` are seconds: embed, search, plan, compose, prefill, first_token (since the call; all of
+    the former and what lies between them) and decode. `fallback` says why a plan could not be injected (the answer
     then came from the very same text, prefilled), None if it was. `text_memories` counts memories
     that were prefilled as text: hot ones, and those whose KV is not made yet.
     """
@@ -74,7 +74,7 @@ def _within(busy: AbstractContextManager[None], pieces: Iterator[str]) -> Iterat
 class Answerer:
     """Answers from one store. Thread-safe.
 
-    `want_missing` is told of the recalled facts, so that those without KV get it after the request.
+    `want` is told which recalled facts have no KV: they are served as text and get it after the request.
     """
 
     def __init__(
@@ -85,7 +85,7 @@ class Answerer:
         retriever: Retriever,
         recipe: RecipeId,
         key_of: KeyOf,
-        want_missing: Callable[[Sequence[Fact]], int],
+        want: Callable[[Sequence[FactRef]], None],
         foreground: Callable[[], AbstractContextManager[None]],
     ) -> None:
         self._engine = engine
@@ -94,7 +94,7 @@ class Answerer:
         self._retriever = retriever
         self._recipe = recipe
         self._key_of = key_of
-        self._want_missing = want_missing
+        self._want = want
         self._foreground = foreground
 
     def stream(
@@ -111,27 +111,25 @@ class Answerer:
         """Start an answer; see `Memory.stream`."""
         if mode not in MODES:
             raise InvalidInput(f"mode must be one of {', '.join(MODES)}, got {mode!r}.")
-        if hot < 0 or top_k < 0:
-            raise InvalidInput("hot and top_k count facts and must be 0 or more.")
         began = time.perf_counter()
         tail = self._engine.prompt.tail_ids(conversation)
         room = self._room(tail, sampling)
         budget = room if token_budget is None else min(room, token_budget)
         timings = {"embed": 0.0, "search": 0.0}
         hits: list[Hit] = []
-        if mode != "off" and top_k > 0:
-            hits = self._recall(conversation[-1].content, scope, top_k, budget, timings)
-        recalled = time.perf_counter()
-        plan = self._plan(scope, hits, hot if mode == "inject" else 0, with_kv=mode == "inject")
-        request = Request((*plan.prompt_ids, *tail), plan if mode == "inject" else None, sampling)
-        generation = self._engine.stream(request)
-        timings["plan"] = time.perf_counter() - recalled
+        with self._foreground():
+            if mode != "off" and top_k > 0:
+                hits = self._recall(conversation[-1].content, scope, top_k, budget, timings)
+            recalled = time.perf_counter()
+            plan = self._plan(scope, hits, hot if mode == "inject" else 0, with_kv=mode == "inject")
+            injected = plan if mode == "inject" else None
+            request = Request((*plan.prompt_ids, *tail), injected, sampling, self._store.chunks)
+            generation = self._engine.stream(request)
+            timings["plan"] = time.perf_counter() - recalled
         before = time.perf_counter() - began
 
         def reply() -> Reply:
             done = generation.result
-            if mode == "inject":
-                self._want_missing([hit.fact for hit in hits])
             return Reply(
                 text=done.text.strip(),
                 memories=[item(hit.fact, hit.score) for hit in hits],
@@ -169,9 +167,12 @@ class Answerer:
         return hits
 
     def _plan(self, scope: Scope, hits: Sequence[Hit], hot: int, *, with_kv: bool) -> Plan:
-        facts = []
+        facts, missing = [], []
         for hit in hits:
             key, token_ids = self._key_of(hit.fact)
             there = with_kv and self._store.chunks.contains(key)
             facts.append(PlanFact(token_ids, key if there else None))
+            if with_kv and not there:
+                missing.append(FactRef(hit.fact.scope.id, hit.fact.id))
+        self._want(missing)
         return build_plan(scope, self._recipe, self._engine.prompt.header_ids, facts, min(hot, len(facts)))

@@ -6,7 +6,8 @@ import os
 from collections.abc import Mapping
 from dataclasses import dataclass, field, fields, is_dataclass
 from pathlib import Path
-from typing import Any, TypeVar, get_type_hints
+from types import UnionType
+from typing import Any, TypeVar, get_args, get_origin, get_type_hints
 
 from inferscale.errors import ConfigError
 
@@ -25,8 +26,24 @@ def _require(ok: bool, message: str) -> None:
         raise ConfigError(message)
 
 
+class Checked:
+    """A config dataclass whose fields must have the types that they are declared with."""
+
+    __slots__ = ()
+
+    def __post_init__(self) -> None:
+        for name, kind in get_type_hints(type(self)).items():
+            value = getattr(self, name)
+            kinds = get_args(kind) if isinstance(kind, UnionType) else (kind,)
+            plain = tuple(get_origin(k) or k for k in kinds)
+            allowed = (*plain, int) if float in plain else plain
+            if not isinstance(value, allowed) or (isinstance(value, bool) and bool not in plain):
+                shown = " or ".join(getattr(k, "__name__", str(k)) for k in plain)
+                raise ConfigError(f"{type(self).__name__}.{name} must be {shown}, got {value!r}.")
+
+
 @dataclass(frozen=True, slots=True)
-class EncodeConfig:
+class EncodeConfig(Checked):
     """How facts become KV. The defaults are the best found by `python -m evals.fidelity`."""
 
     window: int = 0
@@ -41,6 +58,7 @@ class EncodeConfig:
     """Re-encode a fact when fewer than this share of its companions are still its companions."""
 
     def __post_init__(self) -> None:
+        Checked.__post_init__(self)
         _require(self.window >= 0, "encode.window counts turns and must be 0 or more.")
         _require(self.companions >= 0, "encode.companions counts facts and must be 0 or more.")
         _require(self.mode in ("exact", "streaming"), 'encode.mode must be "exact" or "streaming".')
@@ -49,7 +67,7 @@ class EncodeConfig:
 
 
 @dataclass(frozen=True, slots=True)
-class StoreConfig:
+class StoreConfig(Checked):
     """Where the bytes live and how many may lie there."""
 
     ram_bytes: int = 2 * GiB
@@ -60,12 +78,13 @@ class StoreConfig:
     """Seconds to wait for another process's write before StoreBusy."""
 
     def __post_init__(self) -> None:
+        Checked.__post_init__(self)
         _require(self.ram_bytes >= 0 and self.disk_bytes >= 0, "store budgets are bytes and must be 0 or more.")
         _require(self.busy_timeout > 0, "store.busy_timeout is in seconds and must be above 0.")
 
 
 @dataclass(frozen=True, slots=True)
-class RetrieveConfig:
+class RetrieveConfig(Checked):
     """What a query brings back."""
 
     top_k: int = 20
@@ -76,13 +95,14 @@ class RetrieveConfig:
     """Best-ranked facts left as ordinary text after the injected ones."""
 
     def __post_init__(self) -> None:
+        Checked.__post_init__(self)
         _require(self.top_k >= 0, "retrieve.top_k counts facts and must be 0 or more.")
         _require(self.hot >= 0, "retrieve.hot counts facts and must be 0 or more.")
         _require(self.token_budget is None or self.token_budget >= 0, "retrieve.token_budget counts tokens.")
 
 
 @dataclass(frozen=True, slots=True)
-class Sampling:
+class Sampling(Checked):
     """How an answer is decoded."""
 
     max_tokens: int = 128
@@ -97,14 +117,16 @@ class Sampling:
     """Strings that end the answer; they are not part of it."""
 
     def __post_init__(self) -> None:
+        Checked.__post_init__(self)
         _require(self.max_tokens >= 1, "max_tokens must be 1 or more.")
         _require(self.temperature >= 0, "temperature must be 0 or more.")
         _require(0 < self.top_p <= 1, "top_p must be above 0 and at most 1.")
-        _require(isinstance(self.stop, tuple) and all(self.stop), "stop must be a tuple of non-empty strings.")
+        _require(all(isinstance(s, str) and s for s in self.stop), "stop must be a tuple of non-empty strings.")
+        _require(self.seed is None or 0 <= self.seed < 2**63, "seed must be between 0 and 2**63 - 1.")
 
 
 @dataclass(frozen=True, slots=True)
-class MemoryConfig:
+class MemoryConfig(Checked):
     """Everything `Memory` can be told; see the parts."""
 
     encode: EncodeConfig = field(default_factory=EncodeConfig)

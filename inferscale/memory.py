@@ -12,7 +12,7 @@ from typing import Any, TypedDict, Unpack
 from uuid import uuid4
 
 from inferscale.answer import Answerer, Reply, ReplyStream
-from inferscale.config import MemoryConfig, Sampling, home
+from inferscale.config import MemoryConfig, Sampling, from_dict, home
 from inferscale.core import ChunkKey, Fact, FactId, Hit, Scope, Turn, clean_text, render_fact, token_digest
 from inferscale.engine.base import Engine
 from inferscale.errors import InvalidInput, MemoryNotFound, StoreMismatch
@@ -22,8 +22,19 @@ from inferscale.index.embed import Embedder, SentenceTransformerEmbedder
 from inferscale.mirror import Mirror
 from inferscale.models import resolve_model
 from inferscale.retrieve import create_retriever
-from inferscale.shapes import Messages, item, matches, parse_conversation, parse_filters, parse_scope, parse_turns
-from inferscale.store import open_store, text_hash
+from inferscale.shapes import (
+    Messages,
+    item,
+    matches,
+    parse_conversation,
+    parse_count,
+    parse_filters,
+    parse_id,
+    parse_metadata,
+    parse_scope,
+    parse_turns,
+)
+from inferscale.store import open_store
 from inferscale.store.records import FactRef
 from inferscale.store.turns import name_turns
 from inferscale.upkeep import Progress, Upkeep
@@ -57,17 +68,18 @@ class Memory:
         *,
         embedder: Embedder | None = None,
         extractor: FactExtractor | None = None,
-        config: MemoryConfig | None = None,
+        config: MemoryConfig | Mapping[str, Any] | None = None,
         tenant: str = "default",
         reencode: bool = False,
     ) -> None:
         """Open the store at `path` (default: $INFERSCALE_HOME/memory), making it if there is none.
 
+        `config` may be a nested mapping, `{"encode": {"companions": 3}}`; an unknown key is a ConfigError.
         `reencode` adopts a store that another model, recipe or embedder made: texts stay, embeddings
         and KV are made again. Without it such a store raises StoreMismatch.
         """
         self.engine = engine
-        self.config = config or MemoryConfig()
+        self.config = from_dict(MemoryConfig, config) if isinstance(config, Mapping) else config or MemoryConfig()
         self.path = Path(path) if path is not None else home() / "memory"
         self._tenant = tenant
         self._embedder = embedder or SentenceTransformerEmbedder(
@@ -80,14 +92,13 @@ class Memory:
         self._tokens = lru_cache(maxsize=1 << 16)(self._tokenise)
         self._store = open_store(self.path, self.config.store, self._on_corrupt)
         try:
-            self._index = create_index(self._embedder.dim)
-            self._claim(asdict(recipe), reencode)
-            self._mirror = Mirror(self._store.catalog, self._index, self._store.chunks)
+            self._index = create_index(self._embedder.dim, engine.device)
+            identity = self._claim(asdict(recipe), reencode)
+            self._mirror = Mirror(self._store.catalog, self._index, self._store.chunks, identity)
         except BaseException:
             self._store.close()
             raise
         self._retriever = create_retriever(self._index, self._store.catalog, self._embedder)
-        engine.attach(self._store.chunks, self._recipe)
         self._upkeep = Upkeep(
             self._store,
             self._index,
@@ -104,7 +115,7 @@ class Memory:
             self._retriever,
             self._recipe,
             self._key_of,
-            self._upkeep.want_missing,
+            self._upkeep.want,
             self._upkeep.foreground,
         )
 
@@ -130,35 +141,24 @@ class Memory:
         """
         scope = self._scope(user_id=user_id, agent_id=agent_id, run_id=run_id)
         turns = name_turns(parse_turns(messages, timestamp))
-        drafts = self._drafts(turns, infer)
-        vectors = self._embedder.embed([render_fact(text, turns[at].time) for text, at in drafts])
-        known = self._store.catalog.find_duplicates(scope, [text_hash(text) for text, _ in drafts])
-        results, items = [], []
-        for (text, at), vector in zip(drafts, vectors, strict=True):
-            same = known.get(text_hash(text))
-            if same is None:
-                details = dict(metadata or {})
-                fact = Fact(FactId(str(uuid4())), text, scope, turns[at].time, turns[at].id, details)
-                known[text_hash(text)] = fact.id
-                items.append((fact, vector))
-            results.append({"id": same or fact.id, "memory": text, "event": "NONE" if same else "ADD"})
-        self._remember(scope, items, turns)
-        return {"results": results}
+        details = parse_metadata(metadata)
+        drafts = [(turns[at], text) for text, at in self._drafts(turns, infer)]
+        ids, events = self._remember(scope, drafts, turns, details)
+        shown = zip(ids, drafts, events, strict=True)
+        return {"results": [{"id": fact, "memory": text, "event": event} for fact, (_, text), event in shown]}
 
     def add_facts(self, facts: Sequence[tuple[Turn | None, str]], scope: Scope) -> list[FactId]:
-        """Remember facts that are already distilled, each with the turn it came from (or None); for loaders."""
-        turns = name_turns(list(dict.fromkeys(replace(turn, id=None) for turn, _ in facts if turn is not None)))
-        named = {replace(turn, id=None): turn for turn in turns}
-        drafts = []
-        for said, text in facts:
-            turn = None if said is None else named[replace(said, id=None)]
-            at, source = (turn.time, turn.id) if turn is not None else (None, None)
-            drafts.append(Fact(FactId(str(uuid4())), self._checked(text), scope, at, source))
-        if not drafts:
-            return []
-        vectors = self._embedder.embed([fact.line for fact in drafts])
-        self._remember(scope, list(zip(drafts, vectors, strict=True)), turns)
-        return [fact.id for fact in drafts]
+        """Remember facts that are already distilled, each with the turn it came from (or None); for loaders.
+
+        Returns their ids in order; a fact that is already there keeps its id.
+        """
+        said = list(dict.fromkeys(replace(turn, id=None) for turn, _ in facts if turn is not None))
+        turns = dict(zip(said, name_turns(said), strict=True))
+        drafts = [
+            (turns[replace(turn, id=None)] if turn else None, self._checked(text, turn.time if turn else None))
+            for turn, text in facts
+        ]
+        return self._remember(scope, drafts, list(turns.values()), {})[0]
 
     def search(
         self,
@@ -178,7 +178,7 @@ class Memory:
         scope, wanted = parse_filters(
             filters, {"user_id": user_id, "agent_id": agent_id, "run_id": run_id}, self._tenant
         )
-        limit = self.config.retrieve.top_k if top_k is None else top_k
+        limit = self.config.retrieve.top_k if top_k is None else parse_count(top_k, "top_k")
         hits = self._search(self._retriever.embed(query), scope, limit, wanted)
         kept = [hit for hit in reversed(hits) if threshold is None or hit.score >= threshold]
         return {"results": [item(hit.fact, hit.score) for hit in kept]}
@@ -201,8 +201,9 @@ class Memory:
         scope, wanted = parse_filters(
             filters, {"user_id": user_id, "agent_id": agent_id, "run_id": run_id}, self._tenant
         )
-        facts = [fact for fact in self._store.catalog.list(scope) if matches(fact, wanted)]
-        return {"results": [item(fact) for fact in facts[:top_k]]}
+        limit = None if top_k is None else parse_count(top_k, "top_k")
+        facts = self._store.catalog.list(scope, None if wanted else limit)
+        return {"results": [item(fact) for fact in facts if matches(fact, wanted)][:limit]}
 
     def update(
         self,
@@ -218,24 +219,27 @@ class Memory:
         fact = self._require(memory_id)
         vector = None
         if text is not None:
-            text = self._checked(text)
+            text = self._checked(text, fact.time)
             (vector,) = self._embedder.embed([render_fact(text, fact.time)])
-        merged = None if metadata is None else {**fact.metadata, **metadata}
+        merged = None if metadata is None else {**fact.metadata, **parse_metadata(metadata)}
         dependents = self._store.catalog.dependents([fact.id]) if text is not None else []
-        self._store.catalog.update(fact.id, text, merged, vector)
+        self._store.catalog.update(fact.id, text, merged, vector, within=self._tenant)
         if text is not None:
             dependents = list({*dependents, *self._store.catalog.dependents([fact.id])})
             self._drop_kv([FactRef(fact.scope.id, fact.id), *dependents])
             self._mirror.put(fact.scope.id, [fact.id])
+            self._tokens.cache_clear()  # what is forgotten must not linger in memory
             self._upkeep.want([FactRef(fact.scope.id, fact.id), *dependents])
         return {"message": "Memory updated successfully!"}
 
     def delete(self, memory_id: str) -> dict[str, str]:
         """Forget one memory: text, embedding, history, KV, its turn, and KV that was computed from it."""
         fact = self._require(memory_id)
-        result = self._store.catalog.delete([fact.id])
+        result = self._store.catalog.delete([fact.id], within=self._tenant)
         self._drop_kv([*result.deleted, *result.dependents])
         self._mirror.remove(fact.scope.id, [fact.id])
+        self._tokens.cache_clear()
+        self._upkeep.drop(result.deleted)
         self._upkeep.want(result.dependents)
         return {"message": "Memory deleted successfully!"}
 
@@ -248,16 +252,12 @@ class Memory:
 
     def history(self, memory_id: str) -> list[dict[str, Any]]:
         """What happened to a memory, oldest first. A deleted memory shows its deletion and no text."""
-        living = self._store.catalog.get(FactId(memory_id))
-        if living is not None and living.scope.tenant != self._tenant:
-            return []
-        return [entry._asdict() for entry in self._store.catalog.history(FactId(memory_id))]
+        entries = self._store.catalog.history(parse_id(memory_id), self._tenant)
+        return [entry._asdict() for entry in entries]
 
     def reset(self) -> None:
         """Forget everything of everyone (of this tenant)."""
-        for scope in self._store.catalog.scopes():
-            if scope.tenant == self._tenant:
-                self._forget(scope)
+        self._forget(self._tenant)
 
     # --- answering ---
 
@@ -289,8 +289,8 @@ class Memory:
             parse_conversation(messages),
             self._scope(user_id=user_id, agent_id=agent_id, run_id=run_id),
             mode=mode,
-            top_k=settings.top_k if top_k is None else top_k,
-            hot=settings.hot if hot is None else hot,
+            top_k=settings.top_k if top_k is None else parse_count(top_k, "top_k"),
+            hot=settings.hot if hot is None else parse_count(hot, "hot"),
             token_budget=settings.token_budget,
             sampling=sampling or Sampling(),
         )
@@ -314,31 +314,28 @@ class Memory:
 
     # --- inside ---
 
-    def _claim(self, recipe: dict[str, Any], reencode: bool) -> None:
-        """Take the store for this model and embedder, or refuse it (invariant 9)."""
-        catalog, name = self._store.catalog, self.engine.spec.name
+    def _claim(self, recipe: dict[str, Any], reencode: bool) -> dict[str, str]:
+        """Take the store for this model and embedder, or refuse it (invariant 9); returns what it says of them."""
+        catalog, spec = self._store.catalog, self.engine.spec
         mine = {"recipe": json.dumps(recipe, sort_keys=True), "embedder": self._embedder.fingerprint}
         theirs = {key: catalog.meta_get(key) for key in mine}
+        if theirs == mine:
+            return mine
         stale = [key for key, value in theirs.items() if value is not None and value != mine[key]]
         if stale and not reencode:
             raise StoreMismatch(
                 f"The store at {self.path} was made with {catalog.meta_get('model')} and other settings "
-                f"({', '.join(stale)}); run `inferscale encode --reencode --store {self.path} --model {name}` "
-                "to make its KV for this one (its texts stay), or open it with what made it."
+                f"({', '.join(stale)}); run `inferscale encode --reencode --store {self.path} --model {spec.name} "
+                f"--dtype {spec.dtype}` to make its KV for this one (its texts stay), or open it with what made it."
             )
+        vectors = None
         if "embedder" in stale:
-            self._embed_again()
+            facts = {fact.id: fact for scope in catalog.scopes() for fact in catalog.list(scope)}
+            vectors = list(zip(facts, self._embedder.embed([fact.line for fact in facts.values()]), strict=True))
+        catalog.adopt({**mine, "model": f"{spec.name} ({spec.dtype})"}, vectors)
         if "recipe" in stale:
             self._store.chunks.clear()
-        for key, value in {**mine, "model": f"{name} ({self.engine.spec.dtype})"}.items():
-            catalog.meta_set(key, value)
-
-    def _embed_again(self) -> None:
-        """Replace every embedding after a change of embedder."""
-        facts = [fact for scope in self._store.catalog.scopes() for fact in self._store.catalog.list(scope)]
-        unique = list({fact.id: fact for fact in facts}.values())  # a scope covers narrower ones too
-        vectors = self._embedder.embed([fact.line for fact in unique])
-        self._store.catalog.replace_embeddings([(f.id, v) for f, v in zip(unique, vectors, strict=True)])
+        return mine
 
     def _scope(self, **owners: str | None) -> Scope:
         return parse_scope(owners, self._tenant)
@@ -352,31 +349,66 @@ class Memory:
         tokens, token_ids = self._tokens(fact.line)
         return ChunkKey(fact.scope.id, fact.id, self._recipe, tokens), token_ids
 
-    def _checked(self, text: str) -> str:
+    def _checked(self, text: str, time: str | None) -> str:
         """A fact's text, refused if no request could ever hold it."""
         text = clean_text(text).strip()
-        tokens = len(self._tokens(render_fact(text, None))[1]) if len(text) < 8 * self._max_fact_tokens else len(text)
-        if tokens > self._max_fact_tokens:
+        if not self._fits(text, time):
             raise InvalidInput(
                 f"One memory may take {self._max_fact_tokens} tokens with this model, a quarter of its context; "
                 f"this text of {len(text)} characters takes more. Split it, or add it with infer=True."
             )
         return text
 
+    def _fits(self, text: str, time: str | None) -> bool:
+        # A token rarely spans 32 characters: what is far too long is not tokenised only to be refused.
+        if len(text) > 32 * self._max_fact_tokens:
+            return False
+        return len(self.engine.prompt.fact_ids(render_fact(text, time))) <= self._max_fact_tokens
+
     def _drafts(self, turns: Sequence[Turn], infer: bool) -> list[tuple[str, int]]:
         """Texts to remember and the index of the turn that each came from."""
         if not infer:
-            return [(self._checked(turn.text), at) for at, turn in enumerate(turns)]
-        return [(self._checked(fact.text), fact.turn_index) for fact in self._extractor.extract(turns)]
+            return [(self._checked(turn.text, turn.time), at) for at, turn in enumerate(turns)]
+        found = [(fact.text, fact.turn_index) for fact in self._extractor.extract(turns)]
+        return [(piece, at) for text, at in found for piece in self._pieces(text, turns[at].time)]
 
-    def _remember(self, scope: Scope, items: Sequence[tuple[Fact, Any]], turns: Sequence[Turn]) -> None:
-        """Commit facts, and the turns that they or the recipe's context windows need."""
-        sources = {fact.turn_id for fact, _ in items}
+    def _pieces(self, text: str, time: str | None) -> list[str]:
+        """The text, halved until each piece fits: some scripts take several tokens a character."""
+        if self._fits(text, time) or len(text) < 2:
+            return [self._checked(text, time)]
+        middle = text.rfind(" ", len(text) // 4, len(text) // 2) + 1 or len(text) // 2
+        halves = (text[:middle].strip(), text[middle:].strip())
+        return [piece for half in halves if half for piece in self._pieces(half, time)]
+
+    def _remember(
+        self, scope: Scope, drafts: Sequence[tuple[Turn | None, str]], turns: Sequence[Turn], details: dict[str, Any]
+    ) -> tuple[list[FactId], list[str]]:
+        """Commit what is new; returns ids and events (ADD or NONE) of all drafts.
+
+        A turn is kept only with a new fact of it, or where the recipe's context windows need it.
+        """
+        self._mirror.ensure([])  # another process may have adopted the store for another embedder
+        known = self._store.catalog.find_duplicates(scope, [text for _, text in drafts])
+        ids: list[FactId] = []
+        events, new = [], []
+        for turn, text in drafts:
+            time = turn.time if turn else None
+            same = known.get((text, time))
+            events.append("ADD" if same is None else "NONE")
+            if same is None:
+                same = known[text, time] = FactId(str(uuid4()))
+                new.append(Fact(same, text, scope, time, turn.id if turn else None, details))
+            ids.append(same)
+        if not new:
+            return ids, events
+        sources = {fact.turn_id for fact in new}
         kept = turns if self.config.encode.window else [turn for turn in turns if turn.id in sources]
-        self._store.catalog.add_facts(items, kept)
-        ids = [fact.id for fact, _ in items]
-        self._mirror.put(scope.id, ids)
-        self._upkeep.want(FactRef(scope.id, fact) for fact in ids)
+        again = [(i, turn.id) for i, (turn, _) in zip(ids, drafts, strict=True) if turn and turn.id and turn in kept]
+        vectors = self._embedder.embed([fact.line for fact in new])
+        self._store.catalog.add_facts(list(zip(new, vectors, strict=True)), kept, again)
+        self._mirror.put(scope.id, [fact.id for fact in new])
+        self._upkeep.want(FactRef(scope.id, fact.id) for fact in new)
+        return ids, events
 
     def _search(self, vector: Any, scope: Scope, top_k: int, wanted: Mapping[str, Any]) -> list[Hit]:
         """`top_k` hits with the wanted metadata, best last; looks further while there is more to look at."""
@@ -390,8 +422,7 @@ class Memory:
             reach *= 4
 
     def _find(self, memory_id: str) -> Fact | None:
-        fact = self._store.catalog.get(FactId(memory_id))
-        return fact if fact is not None and fact.scope.tenant == self._tenant else None
+        return self._store.catalog.get(parse_id(memory_id), within=self._tenant)
 
     def _require(self, memory_id: str) -> Fact:
         fact = self._find(memory_id)
@@ -399,12 +430,14 @@ class Memory:
             raise MemoryNotFound(f"There is no memory {memory_id!r}; get_all lists the ids that exist.")
         return fact
 
-    def _forget(self, scope: Scope) -> int:
-        """Forget everything that `scope` covers; returns how many memories that were."""
+    def _forget(self, scope: Scope | str) -> int:
+        """Forget everything that `scope` covers, or a whole tenant; returns how many memories that were."""
         result = self._store.catalog.delete_scope(scope)
         for name in result.scopes:
             self._store.chunks.delete_scope(name)
         self._mirror.forget(result.scopes)
+        self._tokens.cache_clear()
+        self._upkeep.drop(result.deleted)
         return len(result.deleted)
 
     def _drop_kv(self, facts: Iterable[FactRef]) -> None:

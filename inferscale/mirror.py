@@ -6,10 +6,11 @@ SQLite tells whether another process committed; only then is the change feed rea
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from threading import Lock
 
 from inferscale.core import FactId, ScopeId
+from inferscale.errors import StoreMismatch
 from inferscale.index.base import VectorIndex
 from inferscale.store import Catalog, TieredStore
 from inferscale.store.records import Change, Reload
@@ -18,8 +19,10 @@ from inferscale.store.records import Change, Reload
 class Mirror:
     """Thread-safe. Applying a change twice is harmless, so nothing is ordered beyond the feed itself."""
 
-    def __init__(self, catalog: Catalog, index: VectorIndex, chunks: TieredStore) -> None:
+    def __init__(self, catalog: Catalog, index: VectorIndex, chunks: TieredStore, identity: Mapping[str, str]) -> None:
+        """`identity`: settings of the catalog that must stay as they are, or this process may not go on."""
         self._catalog = catalog
+        self._identity = identity
         self._index = index
         self._chunks = chunks
         self._lock = Lock()
@@ -46,6 +49,11 @@ class Mirror:
         if isinstance(changes, Reload):
             self._index.clear()
             self._loaded.clear()
+            self._chunks.invalidate_all()
+            if any(self._catalog.meta_get(key) != value for key, value in self._identity.items()):
+                raise StoreMismatch(
+                    "Another process adopted this store for another model or embedder; open it again with that one."
+                )
         else:
             self._apply(changes)
         self._version, self._revision = version, revision

@@ -5,11 +5,12 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from inferscale.core import Fact, Scope, Turn, clean_text
+from inferscale.core import Fact, FactId, Scope, Turn, clean_text
 from inferscale.engine.prompt import Message
 from inferscale.errors import InvalidInput
 from inferscale.store import text_hash
 
+MAX_TIME_CHARS = 100
 OWNERS = {"user_id": "user", "agent_id": "agent", "run_id": "run"}
 
 Messages = str | Mapping[str, Any] | Sequence[Mapping[str, Any]]
@@ -26,7 +27,7 @@ def parse_turns(messages: Messages, timestamp: str | None) -> list[Turn]:
             Turn(
                 speaker=clean_text(speaker, f"messages[{i}].name").strip(),
                 text=content.strip(),
-                time=None if time is None else clean_text(str(time), f"messages[{i}].time").strip(),
+                time=None if time is None else _time(time, i),
             )
         )
     return turns
@@ -49,6 +50,8 @@ def parse_filters(
     """Split `filters` into the scope and metadata that must be equal; owners given both ways must agree."""
     given = {key: value for key, value in owners.items() if value is not None}
     wanted: dict[str, Any] = {}
+    if not isinstance(filters, Mapping | None):
+        raise InvalidInput(f"filters must be a mapping, got {type(filters).__name__}.")
     for key, value in (filters or {}).items():
         if key in OWNERS:
             if given.setdefault(key, value) != value:
@@ -63,6 +66,29 @@ def parse_filters(
 def parse_scope(owners: Mapping[str, str | None], tenant: str) -> Scope:
     """The scope that user_id, agent_id and run_id name. Ids are taken as they are: `*` is a name, not a pattern."""
     return Scope(tenant=tenant, **{OWNERS[key]: value for key, value in owners.items()})
+
+
+def parse_id(memory_id: object) -> FactId:
+    """A memory's id as it was given out."""
+    if not isinstance(memory_id, str):
+        raise InvalidInput(f"A memory's id is a string, got {type(memory_id).__name__}.")
+    return FactId(memory_id)
+
+
+def parse_count(value: object, name: str) -> int:
+    """A number of memories."""
+    if not isinstance(value, int) or isinstance(value, bool) or value < 0:
+        raise InvalidInput(f"{name} counts memories and must be 0 or more, got {value!r}.")
+    return value
+
+
+def parse_metadata(metadata: object) -> dict[str, Any]:
+    """Metadata as a mapping of names to JSON values."""
+    if metadata is None:
+        return {}
+    if not isinstance(metadata, Mapping) or not all(isinstance(key, str) for key in metadata):
+        raise InvalidInput(f"metadata must be a mapping with string keys, got {type(metadata).__name__}.")
+    return dict(metadata)
 
 
 def matches(fact: Fact, wanted: Mapping[str, Any]) -> bool:
@@ -98,6 +124,13 @@ def _sequence(messages: Messages) -> Sequence[Mapping[str, Any]]:
     if not listed or len(listed) != len(messages):
         raise InvalidInput('Pass a text, or a non-empty list of messages like {"role": "user", "content": "…"}.')
     return listed
+
+
+def _time(value: object, at: int) -> str:
+    shown = clean_text(str(value), f"messages[{at}].time").strip()
+    if len(shown) > MAX_TIME_CHARS:
+        raise InvalidInput(f"messages[{at}].time has {len(shown)} characters; the limit is {MAX_TIME_CHARS}.")
+    return shown
 
 
 def _field(message: Mapping[str, Any], key: str, at: int) -> object:

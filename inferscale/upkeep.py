@@ -36,6 +36,8 @@ ATTEMPTS = 3
 """Tries before a fact is left as text until it is asked for again."""
 NEIGHBOURS = 20
 """Nearest facts of a new fact whose companions may have changed because of it."""
+IDLE = 5.0
+"""Seconds without work after which upkeep looks whether something else is due."""
 FOREGROUND_PATIENCE = 0.5
 """Seconds that the next pass waits while a request is being answered."""
 
@@ -97,11 +99,16 @@ class Upkeep:
                 self._waiting.setdefault(scope, OrderedDict()).setdefault(fact, 0)
             self._changed.notify_all()
 
-    def want_missing(self, facts: Sequence[Fact]) -> int:
-        """Encode those of `facts` that have no chunk under their present key; returns how many those are."""
-        missing = [fact for fact in facts if not self._store.chunks.contains(self._key_of(fact)[0])]
-        self.want(FactRef(fact.scope.id, fact.id) for fact in missing)
-        return len(missing)
+    def drop(self, facts: Iterable[FactRef]) -> None:
+        """These facts are forgotten: nothing of them waits or is reported any more."""
+        with self._changed:
+            for scope, fact in facts:
+                self._failed.pop(fact, None)
+                if waiting := self._waiting.get(scope):
+                    waiting.pop(fact, None)
+                    if not waiting:
+                        del self._waiting[scope]
+            self._changed.notify_all()
 
     def flush(self, timeout: float | None = None, on_progress: Callable[[Progress], None] | None = None) -> Progress:
         """Wait until nothing waits, at most `timeout` seconds; `on_progress` is called as facts finish."""
@@ -154,19 +161,31 @@ class Upkeep:
         with self._changed:
             self._resuming = False
             self._changed.notify_all()
-        while (taken := self._take()) is not None:
-            scope, attempts = taken
-            again: list[FactId] = []
-            try:
-                again = self._encode(scope, list(attempts))
-            except Exception as error:  # the worker must outlive anything one batch can do to it
-                log.warning("encoding %d facts failed, they stay text for now: %s", len(attempts), error)
-                log.debug("encoding failed", exc_info=True)
-                again = list(attempts)
-                reason = str(error) if isinstance(error, InferScaleError) else repr(error)
-                with self._changed:
-                    self._failed.update(dict.fromkeys(again, reason))
-            self._finish(scope, {fact: attempts[fact] + 1 for fact in again})
+        while not self._closed:
+            taken = self._take()
+            if taken is None:
+                self._store.catalog.scrub()  # a reader elsewhere may have held back the end of a deletion
+            else:
+                self._attempt(*taken)
+
+    def _attempt(self, scope: ScopeId, tries: dict[FactId, int]) -> None:
+        """Encode a group; what is not published then waits again, one at a time, or is given up with the reason."""
+        left = dict(tries)
+        reason = "it changed while it was encoded"
+        try:
+            self._encode(scope, left)
+        except Exception as error:  # the worker must outlive anything one group can do to it
+            reason = str(error) if isinstance(error, InferScaleError) else repr(error)
+            log.warning("%d memories are not encoded yet and stay text: %s", len(left), reason)
+            log.debug("encoding failed", exc_info=True)
+        with self._changed:
+            self._running = 0
+            for fact, tried in left.items():
+                if tried + 1 < ATTEMPTS:
+                    self._waiting.setdefault(scope, OrderedDict()).setdefault(fact, tried + 1)
+                else:
+                    self._failed[fact] = reason
+            self._changed.notify_all()
 
     def _resume(self) -> None:
         """Find what a killed process left: KV of forgotten facts, KV computed from them, facts without KV."""
@@ -187,54 +206,42 @@ class Upkeep:
         chunks.discard(key for key in present if key.fact not in living)
 
     def _take(self) -> tuple[ScopeId, dict[FactId, int]] | None:
-        """The next group of one scope with the tries so far; None when closed."""
+        """The next group of one scope with the tries so far; None if there was none for a while, or when closed."""
         with self._changed:
-            self._changed.wait_for(lambda: self._closed or bool(self._waiting))
-            if self._closed:
+            self._changed.wait_for(lambda: self._closed or bool(self._waiting), IDLE)
+            if self._closed or not self._waiting:
                 return None
             scope, facts = next(iter(self._waiting.items()))
-            group = {fact: facts.pop(fact) for fact in list(facts)[:GROUP]}
+            fresh = [fact for fact, tried in facts.items() if not tried][:GROUP]
+            group = {fact: facts.pop(fact) for fact in fresh or list(facts)[:1]}
             if not facts:
                 del self._waiting[scope]
             self._running = len(group)
             return scope, group
 
-    def _finish(self, scope: ScopeId, again: dict[FactId, int]) -> None:
-        with self._changed:
-            self._running = 0
-            for fact, tries in again.items():
-                if tries < ATTEMPTS and not self._closed:
-                    self._waiting.setdefault(scope, OrderedDict()).setdefault(fact, tries)
-            self._changed.notify_all()
-
-    def _encode(self, scope: ScopeId, ids: Sequence[FactId]) -> list[FactId]:
-        """Encode and publish facts of one scope; returns those that must be tried again."""
-        catalog = self._store.catalog
-        facts = [fact for fact in catalog.get_many(ids) if fact is not None and fact.scope.id == scope]
+    def _encode(self, scope: ScopeId, left: dict[FactId, int]) -> None:
+        """Encode and publish facts of one scope; removes from `left` what is published or gone."""
+        found = self._store.catalog.get_many(list(left))
+        facts = [fact for fact in found if fact is not None and fact.scope.id == scope]
+        living = {fact.id for fact in facts}
+        for gone in [fact for fact in left if fact not in living]:
+            del left[gone]
         if not facts:
-            return []
+            return
         self._mirror.ensure([scope])
         jobs, sources, turns = self._jobs(scope, facts)
-        again: list[FactId] = []
         passes = self._encoder.encode(jobs, turns)
         while True:
             self._give_way()
             if self._closed:
-                return []
-            step = next(passes, None)
-            if step is None:
+                left.clear()  # found again at the next start
+                return
+            results = next(passes, None)
+            if results is None:
                 break
-            index, kv = step
-            if self._publish(facts[index], kv, sources[index]):
-                with self._changed:
-                    self._encoded += 1
-                    self._failed.pop(facts[index].id, None)
-                    self._running = max(1, self._running - 1)
-                    self._changed.notify_all()
-            else:
-                again.append(facts[index].id)
+            for published in self._publish([(facts[i], kv, sources[i]) for i, kv in results]):
+                del left[published]
         self._refresh(scope, [fact.id for fact in facts])
-        return again
 
     def _give_way(self) -> None:
         with self._changed:
@@ -248,11 +255,12 @@ class Upkeep:
         known = {fact.id: fact for fact in catalog.get_many(ids) if fact is not None and fact.scope.id == scope}
         turns = catalog.turns(facts[0].scope) if self._config.window else []
         place = {turn.id: i for i, turn in enumerate(turns)}
+        earliest = min((place[fact.turn_id] for fact in facts if fact.turn_id in place), default=0)
         jobs, sources = [], []
         for fact, row in zip(facts, near, strict=True):
             companions = [known[other] for other, _ in reversed(row) if other in known]
             at = place.get(fact.turn_id)
-            before = turns[max(0, at - self._config.window) : at] if at is not None else []
+            before = turns[self._first_source(at, earliest) : at] if at is not None else []
             jobs.append(
                 EncodeJob(self._key_of(fact)[1], at, tuple(self._key_of(companion)[1] for companion in companions))
             )
@@ -261,16 +269,30 @@ class Upkeep:
             sources.append(_Sources(kinds, {companion.id: companion.text for companion in companions}))
         return jobs, sources, [self._turn_ids(turn.line) for turn in turns]
 
-    def _publish(self, fact: Fact, kv: ChunkKV, sources: _Sources) -> bool:
-        """Make the chunk visible if nothing that it was computed from has changed; see the top of this file."""
-        record = (fact.id, text_hash(fact.text), list(sources.kinds.items()))
-        if not self._store.catalog.set_derivations(*record):
-            return False
-        self._store.chunks.put_many([(self._key_of(fact)[0], kv)])
-        if self._store.catalog.set_derivations(*record) and self._unchanged(sources.texts):
-            return True
-        self._store.chunks.delete(fact.scope.id, fact.id)
-        return False
+    def _first_source(self, turn: int, earliest: int) -> int:
+        """The oldest turn that left traces in a fact of `turn`: a streamed turn has itself seen earlier ones."""
+        since = earliest if self._config.mode == "streaming" else turn
+        return max(0, since - self._config.window)
+
+    def _publish(self, results: Sequence[tuple[Fact, ChunkKV, _Sources]]) -> list[FactId]:
+        """Make chunks visible whose sources have not changed, and return their facts; see the top of this file."""
+        catalog, chunks = self._store.catalog, self._store.chunks
+        records = {f.id: (f.id, text_hash(f.text), list(sources.kinds.items())) for f, _, sources in results}
+        ready = [r for r in results if catalog.set_derivations(*records[r[0].id], published=False)]
+        chunks.put_many((self._key_of(fact)[0], kv) for fact, kv, _ in ready)
+        published = []
+        for fact, _, sources in ready:
+            if catalog.set_derivations(*records[fact.id], published=True) and self._unchanged(sources.texts):
+                published.append(fact.id)
+            else:
+                chunks.delete(fact.scope.id, fact.id)
+        with self._changed:
+            self._encoded += len(published)
+            self._running = max(1, self._running - len(published))
+            for fact_id in published:
+                self._failed.pop(fact_id, None)
+            self._changed.notify_all()
+        return published
 
     def _unchanged(self, texts: dict[FactId, str]) -> bool:
         """True if the companions still say what they said when they were encoded."""

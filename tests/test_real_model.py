@@ -30,7 +30,7 @@ def test_one_chunk_as_the_whole_prefix_gives_the_same_greedy_tokens(
 ) -> None:
     decoder, header = real_engine.decoder, real_engine.header
     fact = real_engine.prompt.fact_ids("- " + " ".join(f"word{n}" for n in range(words)) + "\n")
-    ((_, kv),) = real_engine.encoder(EncodeConfig(companions=0)).encode([EncodeJob(fact)])
+    (((_, kv),),) = real_engine.encoder(EncodeConfig(companions=0)).encode([EncodeJob(fact)])
     query = real_engine.prompt.fact_ids("Which words are there?")
     answers = []
     for inject in (True, False):

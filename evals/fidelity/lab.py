@@ -108,8 +108,8 @@ class Lab:
             )
             for i in missing
         ]
-        for index, kv in create_encoder(self.decoder, header, config).encode(jobs, self.turns):
-            self._kv[way, missing[index]] = kv
+        for results in create_encoder(self.decoder, header, config).encode(jobs, self.turns):
+            self._kv.update({(way, missing[index]): kv for index, kv in results})
 
     def chunks(self, way: Way, facts: Sequence[int]) -> list[ChunkKV]:
         """The encoded facts, header first."""

@@ -2,24 +2,24 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 
 from inferscale.core import ChunkKV, ModelSpec, Plan, RecipeId, token_digest
 from inferscale.errors import PlanRejected
 from inferscale.store.base import KVStore
 
 
-def check_prompt(plan: Plan, prompt_ids: Sequence[int], recipe: RecipeId) -> None:
+def check_prompt(plan: Plan, prompt_ids: Sequence[int], recipes: Collection[RecipeId]) -> None:
     """Raise PlanRejected unless the prompt begins with exactly the plan's tokens, one more follows,
-    and the plan's recipe is the engine's."""
-    if plan.recipe != recipe:
+    and the plan's recipe is among the engine's."""
+    if plan.recipe not in recipes:
         raise PlanRejected("recipe_mismatch", "The plan was made for another model or recipe; plan the request again.")
     prefix = plan.token_ids
     if len(prompt_ids) <= len(prefix) or tuple(prompt_ids[: len(prefix)]) != prefix:
         raise PlanRejected("prompt_mismatch", "The prompt does not begin with its plan's tokens; plan it again.")
     at = plan.header_tokens
     for chunk in plan.chunks:
-        if chunk.start != at or chunk.key.recipe != recipe:
+        if chunk.start != at or chunk.key.recipe != plan.recipe:
             raise PlanRejected("recipe_mismatch", "The plan's chunks do not follow one another; plan it again.")
         if token_digest(prefix[at : at + chunk.length]) != chunk.key.tokens:
             raise PlanRejected("token_mismatch", "A chunk's tokens are not those of the prompt; plan it again.")

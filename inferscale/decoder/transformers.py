@@ -110,9 +110,10 @@ class TransformersDecoder(LayerwiseDecoder):
 
     def rotation(self, positions: Tensor) -> tuple[Tensor, Tensor]:
         needed = int(positions.max()) + 1 if len(positions) else 0
-        if needed > len(self._tables[0]):
-            self._tables = self._rotation_tables(2 * needed)
-        cos, sin = self._tables
+        tables = self._tables  # another thread may replace them meanwhile
+        if needed > len(tables[0]):
+            tables = self._tables = self._rotation_tables(2 * needed)
+        cos, sin = tables
         return cos[positions], sin[positions]
 
     def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor, mask: Mask) -> Tensor:
@@ -186,6 +187,8 @@ def load_decoder(folder: Path, *, name: str, fingerprint: str, dtype: torch.dtyp
             loaded: Any = AutoModelForCausalLM.from_pretrained(
                 folder, dtype=dtype, local_files_only=True, attn_implementation="sdpa", output_loading_info=True
             )
+    except ImportError as error:  # a quantisation whose kernels are another package
+        raise UnsupportedModel(f"{name} needs a package that is not installed ({error}). {supported()}") from error
     except (OSError, ValueError, RuntimeError) as error:
         raise ModelDamaged(f"The weights in {folder} do not load ({error}); download or convert them again.") from error
     model, report = loaded

@@ -117,7 +117,7 @@ def _encode(
     engine: TransformersEngine, facts: Sequence[tuple[int, ...]], companions: Sequence[tuple[tuple[int, ...], ...]]
 ) -> list[ChunkKV]:
     jobs = [EncodeJob(fact, None, others) for fact, others in zip(facts, companions, strict=True)]
-    made = dict(engine.encoder(EncodeConfig()).encode(jobs))
+    made = dict(fact for results in engine.encoder(EncodeConfig()).encode(jobs) for fact in results)
     return [made[at] for at in range(len(jobs))]
 
 

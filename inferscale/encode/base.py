@@ -32,12 +32,16 @@ class EncodeJob:
     companions: tuple[TokenIds, ...] = ()
 
 
+Encoded = list[tuple[int, ChunkKV]]
+"""One forward pass's results: the index of each job and its KV."""
+
+
 class Encoder(ABC):
     """Makes KV for facts. One instance serves one thread at a time."""
 
     @abstractmethod
-    def encode(self, jobs: Sequence[EncodeJob], turns: Sequence[TokenIds] = ()) -> Iterator[tuple[int, ChunkKV]]:
-        """Yield (index of the job, its KV) for every job, each as soon as its batch is computed.
+    def encode(self, jobs: Sequence[EncodeJob], turns: Sequence[TokenIds] = ()) -> Iterator[Encoded]:
+        """Yield pass by pass the results of every job; a pass is computed when it is asked for.
 
         `turns` is one conversation, oldest first. A window that would not fit the model's context
         loses its oldest turns, companions the least similar first.

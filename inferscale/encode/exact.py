@@ -8,9 +8,9 @@ import torch
 
 from inferscale.core import ChunkKV
 from inferscale.decoder.base import LayerwiseDecoder
-from inferscale.encode.base import EncodeJob, Encoder, TokenIds
+from inferscale.encode.base import Encoded, EncodeJob, Encoder, TokenIds
 from inferscale.encode.fit import clip_turns, fit_last, window_start
-from inferscale.encode.packed import Batch, Branch, place, run
+from inferscale.encode.packed import Batch, Branch, cut, place, run
 
 
 class ExactEncoder(Encoder):
@@ -22,7 +22,7 @@ class ExactEncoder(Encoder):
         self._window = window
         self._batch_tokens = batch_tokens
 
-    def encode(self, jobs: Sequence[EncodeJob], turns: Sequence[TokenIds] = ()) -> Iterator[tuple[int, ChunkKV]]:
+    def encode(self, jobs: Sequence[EncodeJob], turns: Sequence[TokenIds] = ()) -> Iterator[Encoded]:
         turns = clip_turns(turns, self._decoder.spec.max_positions)
         sequences = [self._sequence(job, turns) for job in jobs]
         # Like lengths share a pass, so that its size is even.
@@ -31,12 +31,12 @@ class ExactEncoder(Encoder):
         used = 0
         for index in order:
             if group and used + len(sequences[index]) > self._batch_tokens:
-                yield from self._run(jobs, sequences, group)
+                yield self._run(jobs, sequences, group)
                 group, used = [], 0
             group.append(index)
             used += len(sequences[index])
         if group:
-            yield from self._run(jobs, sequences, group)
+            yield self._run(jobs, sequences, group)
 
     def _sequence(self, job: EncodeJob, turns: Sequence[TokenIds]) -> list[int]:
         """A job's tokens behind the header."""
@@ -46,9 +46,7 @@ class ExactEncoder(Encoder):
         window = turns[first : job.turn] if job.turn is not None else ()
         return [token for part in (*window, *companions, job.fact) for token in part]
 
-    def _run(
-        self, jobs: Sequence[EncodeJob], sequences: Sequence[list[int]], group: Sequence[int]
-    ) -> Iterator[tuple[int, ChunkKV]]:
+    def _run(self, jobs: Sequence[EncodeJob], sequences: Sequence[list[int]], group: Sequence[int]) -> Encoded:
         device, header = self._decoder.device, len(self._header)
         ids = [token for index in group for token in sequences[index]]
         positions = [header + i for index in group for i in range(len(sequences[index]))]
@@ -59,7 +57,5 @@ class ExactEncoder(Encoder):
             start += len(sequences[index])
         batch = Batch(torch.tensor(ids, device=device), torch.tensor(positions, device=device), branches)
         keys, values = run(self._decoder, batch, place(self._decoder, [self._header], 0))
-        for index, branch in zip(group, branches, strict=True):
-            fact = jobs[index].fact
-            own = slice(branch.stop - len(fact), branch.stop)
-            yield index, ChunkKV(fact, keys[:, own].clone(), values[:, own].clone())
+        ends = [branch.stop for branch in branches]
+        return [(i, cut(jobs[i].fact, keys, values, end)) for i, end in zip(group, ends, strict=True)]

@@ -129,3 +129,9 @@ def _branch_mask(decoder: LayerwiseDecoder, batch: Batch, branch: Branch, trunk:
         bias = torch.zeros((len(own), len(seen)), dtype=decoder.dtype, device=decoder.device)
     bias[:, first:last] = float("-inf")
     return Mask(bias=bias)
+
+
+def cut(token_ids: tuple[int, ...], keys: Tensor, values: Tensor, stop: int) -> ChunkKV:
+    """A copy of the rows of `token_ids`, which end at row `stop` of a pass's keys and values [layers, n, G, D]."""
+    own = slice(stop - len(token_ids), stop)
+    return ChunkKV(tuple(token_ids), keys[:, own].clone(), values[:, own].clone())

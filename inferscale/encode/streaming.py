@@ -11,14 +11,13 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 import torch
-from torch import Tensor
 
 from inferscale.core import ChunkKV
 from inferscale.decoder.base import LayerwiseDecoder, Mask
-from inferscale.encode.base import EncodeJob, Encoder, TokenIds
+from inferscale.encode.base import Encoded, EncodeJob, Encoder, TokenIds
 from inferscale.encode.exact import ExactEncoder
 from inferscale.encode.fit import clip_turns, fit_last
-from inferscale.encode.packed import Batch, Branch, place, run
+from inferscale.encode.packed import Batch, Branch, cut, place, run
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,18 +40,16 @@ class StreamingEncoder(Encoder):
         self._batch_tokens = min(batch_tokens, decoder.spec.max_positions // 4)
         self._exact = ExactEncoder(decoder, header, window=window, batch_tokens=batch_tokens)
 
-    def encode(self, jobs: Sequence[EncodeJob], turns: Sequence[TokenIds] = ()) -> Iterator[tuple[int, ChunkKV]]:
+    def encode(self, jobs: Sequence[EncodeJob], turns: Sequence[TokenIds] = ()) -> Iterator[Encoded]:
         turns = clip_turns(turns, self._decoder.spec.max_positions)
         long = self._decoder.spec.max_positions // 4  # such a fact gets a pass of its own, with what window still fits
         walking = [i for i, job in enumerate(jobs) if self._window and job.turn and len(job.fact) <= long]
         rest = sorted(set(range(len(jobs))) - set(walking))
-        for index, kv in self._exact.encode([jobs[i] for i in rest], turns):
-            yield rest[index], kv
+        for results in self._exact.encode([jobs[i] for i in rest], turns):
+            yield [(rest[index], kv) for index, kv in results]
         yield from self._walk(jobs, sorted(walking, key=lambda i: jobs[i].turn or 0), turns)
 
-    def _walk(
-        self, jobs: Sequence[EncodeJob], order: Sequence[int], turns: Sequence[TokenIds]
-    ) -> Iterator[tuple[int, ChunkKV]]:
+    def _walk(self, jobs: Sequence[EncodeJob], order: Sequence[int], turns: Sequence[TokenIds]) -> Iterator[Encoded]:
         known: dict[int, ChunkKV] = {}
         for block in self._blocks(jobs, order, turns):
             known = {turn: kv for turn, kv in known.items() if turn >= block.first - self._window}
@@ -61,9 +58,9 @@ class StreamingEncoder(Encoder):
             trunk = place(self._decoder, parts, 0, spare=batch.trunk_rows)
             keys, values = run(self._decoder, batch, trunk)
             for turn in range(block.first, block.last):
-                known[turn] = _cut(turns[turn], keys, values, starts[turn] - starts[block.first])
-            for index, branch in zip(block.jobs, batch.branches, strict=True):
-                yield index, _cut(jobs[index].fact, keys, values, branch.stop - len(jobs[index].fact))
+                known[turn] = cut(turns[turn], keys, values, starts[turn + 1] - starts[block.first])
+            ends = [branch.stop for branch in batch.branches]
+            yield [(i, cut(jobs[i].fact, keys, values, end)) for i, end in zip(block.jobs, ends, strict=True)]
 
     def _blocks(self, jobs: Sequence[EncodeJob], order: Sequence[int], turns: Sequence[TokenIds]) -> Iterator[_Block]:
         """Cut the walk into passes of about `batch_tokens` new tokens; turns in no job's window are skipped."""
@@ -139,9 +136,3 @@ class StreamingEncoder(Encoder):
 
 def _branch_tokens(job: EncodeJob) -> int:
     return len(job.fact) + sum(map(len, job.companions))
-
-
-def _cut(token_ids: TokenIds, keys: Tensor, values: Tensor, row: int) -> ChunkKV:
-    """A copy of the rows of `token_ids`, which start at `row`."""
-    own = slice(row, row + len(token_ids))
-    return ChunkKV(tuple(token_ids), keys[:, own].clone(), values[:, own].clone())

@@ -21,11 +21,15 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class Request:
-    """One generation. With a plan, the prompt must begin with the plan's tokens; without one it is prefilled whole."""
+    """One generation. With a plan, the prompt must begin with the plan's tokens; without one it is prefilled whole.
+
+    `store` holds the plan's chunks: it belongs to the request, so any number of memories share an engine.
+    """
 
     prompt_ids: tuple[int, ...]
     plan: Plan | None = None
     sampling: Sampling = field(default_factory=Sampling)
+    store: KVStore | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,6 +73,9 @@ class Engine(ABC):
 
     spec: ModelSpec
     prompt: PromptFormat
+    device: str
+    recipes: set[RecipeId]
+    """Recipes that this engine can make and therefore trusts; see `recipe`."""
 
     @staticmethod
     def from_pretrained(
@@ -92,10 +99,6 @@ class Engine(ABC):
         return TransformersEngine.load(name_or_path, dtype=dtype, device=device, instruction=instruction)
 
     @abstractmethod
-    def attach(self, store: KVStore, recipe: RecipeId) -> None:
-        """Read plans' chunks from `store` from now on, and refuse plans of another recipe."""
-
-    @abstractmethod
     def stream(self, request: Request) -> GenerationStream:
         """Start a generation. A plan that fails verification is prefilled as text, and `fallback` says why.
 
@@ -111,8 +114,8 @@ class Engine(ABC):
         """An encoder that makes KV for this engine; use it from one thread at a time."""
 
     def recipe(self, config: EncodeConfig) -> Recipe:
-        """Names the KV that `encoder(config)` makes."""
-        return Recipe(
+        """Names the KV that `encoder(config)` makes; from now on plans of this recipe may be injected."""
+        recipe = Recipe(
             model=self.spec.fingerprint,
             dtype=self.spec.dtype,
             tokenizer=self.prompt.digest,
@@ -122,10 +125,12 @@ class Engine(ABC):
             mode=config.mode if config.window else "exact",
             encoder_version=ENCODER_VERSION,
         )
+        self.recipes.add(recipe.id)
+        return recipe
 
     @abstractmethod
     def close(self) -> None:
-        """Release the model. Idempotent."""
+        """Let go of the model; the engine is not used afterwards. Idempotent."""
 
 
 def default_dtype(device: torch.device) -> str:

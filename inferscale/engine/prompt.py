@@ -8,6 +8,7 @@ text between them is tokenised with its control tokens, the content without: tex
 from __future__ import annotations
 
 import secrets
+import threading
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -45,6 +46,7 @@ class PromptFormat:
     def __init__(self, tokenizer: Any, instruction: str = INSTRUCTION) -> None:
         self.tokenizer = tokenizer
         self.instruction = instruction
+        self._lock = threading.Lock()  # whether control tokens count is a flag inside the shared tokenizer
         self._memories_in_user_turn = False
         try:
             self._rendered([Message("user", "x")])
@@ -99,12 +101,17 @@ class PromptFormat:
         return str(rendered)
 
     def _special(self, text: str) -> tuple[int, ...]:
-        return tuple(self.tokenizer(text, add_special_tokens=False)["input_ids"]) if text else ()
+        return self._ids(text, split_special_tokens=False)
 
     def _plain(self, text: str) -> tuple[int, ...]:
+        return self._ids(text, split_special_tokens=True)
+
+    def _ids(self, text: str, *, split_special_tokens: bool) -> tuple[int, ...]:
         if not text:
             return ()
-        return tuple(self.tokenizer(text, add_special_tokens=False, split_special_tokens=True)["input_ids"])
+        with self._lock:
+            found = self.tokenizer(text, add_special_tokens=False, split_special_tokens=split_special_tokens)
+        return tuple(found["input_ids"])
 
 
 def _split(text: str, mark: str) -> tuple[str, str]:

@@ -36,8 +36,8 @@ class TransformersEngine(Engine):
         self.spec = decoder.spec
         self.prompt = PromptFormat(tokenizer, instruction)
         self.header = encode_header(decoder, self.prompt.header_ids)
-        self._store: KVStore | None = None
-        self._recipe: RecipeId | None = None
+        self.device = str(decoder.device)
+        self.recipes: set[RecipeId] = set()
         generation = getattr(decoder.model, "generation_config", None)
         self._ends = _end_ids(tokenizer, generation)
 
@@ -63,14 +63,11 @@ class TransformersEngine(Engine):
         )
         return cls(decoder, load_tokenizer(folder.path), instruction)
 
-    def attach(self, store: KVStore, recipe: RecipeId) -> None:
-        self._store, self._recipe = store, recipe
-
     def encoder(self, config: EncodeConfig) -> Encoder:
         return create_encoder(self.decoder, self.header, config)
 
     def close(self) -> None:
-        self._store = None
+        self.__dict__.pop("decoder", None)
 
     def stream(self, request: Request) -> GenerationStream:
         room = self.spec.max_positions - len(request.prompt_ids)
@@ -82,14 +79,12 @@ class TransformersEngine(Engine):
         run = _Run(self, request, min(request.sampling.max_tokens, room))
         return GenerationStream(run.pieces(), run.finish)
 
-    def fetch(self, plan: Plan, prompt_ids: tuple[int, ...]) -> list[ChunkKV]:
+    def fetch(self, plan: Plan, prompt_ids: tuple[int, ...], store: KVStore | None) -> list[ChunkKV]:
         """The plan's verified KV, header first; PlanRejected if anything of it is not as planned."""
-        if self._recipe is None:
-            raise PlanRejected("missing_chunk", "No store is attached; call attach first.")
-        check_prompt(plan, prompt_ids, self._recipe)
+        check_prompt(plan, prompt_ids, self.recipes)
         if plan.token_ids[: plan.header_tokens] != self.header.token_ids:
             raise PlanRejected("prompt_mismatch", "The plan opens with another header; plan the request again.")
-        return [self.header, *fetch(plan, self._store, self.spec)]
+        return [self.header, *fetch(plan, store, self.spec)]
 
 
 class _Run:
@@ -157,7 +152,7 @@ class _Run:
         if plan is None:
             return
         try:
-            parts = self._engine.fetch(plan, self._request.prompt_ids)
+            parts = self._engine.fetch(plan, self._request.prompt_ids, self._request.store)
         except PlanRejected as error:
             self._fallback = error.reason
             log.warning("plan not injected (%s): %s The prompt is prefilled as text.", error.reason, error)
@@ -183,7 +178,7 @@ class Sampler:
 
     def pick(self, logits: Tensor) -> int:
         """One token id from logits [vocab]."""
-        if self._sampling.temperature == 0:
+        if self._sampling.temperature < 1e-5:  # dividing by less overflows, and gives the same token
             return int(logits.argmax())
         ordered, ids = (logits / self._sampling.temperature).softmax(-1).sort(descending=True)
         # Keep the smallest set that reaches top_p: everything before which less than top_p is covered.

@@ -47,7 +47,7 @@ class Retriever(ABC):
     ) -> list[Hit]:
         """The best `top_k` facts that `scope` covers, the best one LAST; fewer if fewer exist or fit.
 
-        Of facts with the same text only the best ranked is kept. With a budget (in tokens, which needs
+        Of facts with the same text and time only the best ranked is kept. With a budget (in tokens, which needs
         `count_tokens`) the best facts are kept: the list ends at the first one that does not fit. A
         fact larger than the whole budget could never be served, so it is passed over.
         """

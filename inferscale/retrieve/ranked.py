@@ -45,12 +45,12 @@ class RankedRetriever(Retriever):
             raise InvalidInput("A token budget needs count_tokens to measure a fact.")
         left = token_budget
         hits: list[Hit] = []
-        texts: set[str] = set()
+        seen: set[tuple[str, str | None]] = set()
         for hit in self._ranked(vector, scope, top_k):
             if len(hits) == top_k:
                 break
-            text = normal_text(hit.fact.text)
-            if text in texts:
+            said = (normal_text(hit.fact.text), hit.fact.time)
+            if said in seen:
                 continue
             if left is not None and token_budget is not None and count_tokens is not None:
                 size = count_tokens(hit.fact)
@@ -59,7 +59,7 @@ class RankedRetriever(Retriever):
                 if size > left:
                     break
                 left -= size
-            texts.add(text)
+            seen.add(said)
             hits.append(hit)
         return [hit for hit in reversed(hits) if scope.covers(hit.fact.scope)]  # the wall, whatever came before
 

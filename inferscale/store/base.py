@@ -7,7 +7,7 @@ caller re-encodes it from its text. What a tier must never do is return wrong by
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -91,16 +91,6 @@ class KVStore(ABC):
 
     def touch(self, keys: Iterable[ChunkKey]) -> None:  # noqa: B027 - a tier without recency has nothing to do
         """Count these chunks as used now, as `get_many` would. A faster tier calls it for its own hits."""
-
-    def forget_stale(self, keep: Callable[[ChunkKey], bool]) -> int:
-        """Remove every chunk that `keep` rejects, and return how many.
-
-        The catalog says which facts exist. Run once at start-up, this removes KV that a process left
-        behind when it was killed between a deletion's commit and the removal of the files.
-        """
-        stale = [key for key in self.keys() if not keep(key)]
-        self.discard(stale)
-        return len(stale)
 
 
 def check_item(key: ChunkKey, kv: ChunkKV) -> ChunkKV:

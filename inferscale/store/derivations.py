@@ -1,8 +1,7 @@
 """What each fact's KV was computed from, so that forgetting one fact reaches the KV of others.
 
-Companions and window turns leave traces in a fact's keys and values. The encoder puts the KV, then
-records its sources with `set_derivations`; if that answers False something was forgotten meanwhile
-and the KV is deleted again.
+Companions and window turns leave traces in a fact's keys and values. Their ids are recorded before the
+chunk is written and again after it; docs/design/memory.md draws how that is ordered against deletion.
 """
 
 from __future__ import annotations
@@ -11,6 +10,7 @@ import sqlite3
 from collections.abc import Iterable, Sequence
 
 from inferscale.core import FactId
+from inferscale.store.feed import announce
 from inferscale.store.records import FactRef, SourceKind, json_list
 from inferscale.store.sqlite import Database
 
@@ -25,8 +25,14 @@ class DerivationTable:
 
     _db: Database
 
-    def set_derivations(self, fact_id: FactId, text_hash: str, sources: Iterable[tuple[str, SourceKind]]) -> bool:
-        """Record what the fact's present KV was computed from, replacing earlier records.
+    def set_derivations(
+        self, fact_id: FactId, text_hash: str, sources: Iterable[tuple[str, SourceKind]], *, published: bool
+    ) -> bool:
+        """Record what the fact's KV is computed from.
+
+        Before the chunk is written (`published` False) this adds to what is recorded: until then the
+        old chunk may be served, and it stays if the process dies. Afterwards (True) it replaces that,
+        and tells other processes that the fact has another chunk.
 
         `text_hash` is `records.text_hash` of the text that was encoded; each source is a fact's or a
         turn's id with its kind. Sources reached through another fact's stored KV count too. Returns
@@ -38,8 +44,10 @@ class DerivationTable:
             fact = db.execute("SELECT scope FROM facts WHERE id = ? AND hash = ?", (fact_id, text_hash)).fetchone()
             if fact is None or not _all_exist(db, fact[0], rows):
                 return False
-            db.execute("DELETE FROM derivations WHERE fact_id = ?", (fact_id,))
-            db.executemany("INSERT INTO derivations VALUES (?, ?, ?)", rows)
+            if published:
+                db.execute("DELETE FROM derivations WHERE fact_id = ?", (fact_id,))
+                announce(db, "put", [FactRef(fact[0], fact_id)])
+            db.executemany("INSERT OR IGNORE INTO derivations VALUES (?, ?, ?)", rows)
         return True
 
     def dependents(self, source_ids: Iterable[str]) -> list[FactRef]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import sqlite3
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 from uuid import uuid4
@@ -11,7 +11,7 @@ from uuid import uuid4
 import numpy as np
 from numpy.typing import NDArray
 
-from inferscale.core import Fact, FactId, Scope, ScopeId, Turn, TurnId
+from inferscale.core import Fact, FactId, Scope, ScopeId, Turn, TurnId, digest
 from inferscale.errors import InvalidInput, MemoryNotFound, StoreMismatch
 from inferscale.store.derivations import find_dependents
 from inferscale.store.feed import announce, announce_reset
@@ -21,6 +21,7 @@ from inferscale.store.records import (
     Embedding,
     FactRef,
     HistoryEntry,
+    Wall,
     drop_empty_scopes,
     embedding_bytes,
     fact_from_row,
@@ -42,19 +43,25 @@ _FROM_FACTS = f"SELECT {FACT_COLUMNS} FROM facts JOIN scopes ON scopes.id = fact
 class FactTable:
     """A mixin of `Catalog`.
 
-    `within`, where a method takes it, is a wall: facts that this scope does not cover are treated as
-    if they did not exist. None means no wall, for callers that have checked already.
+    `within`, where a method takes it, is a wall: facts beyond it are treated as if they did not exist.
+    None means no wall, for upkeep that serves everyone.
     """
 
     _db: Database
 
     # --- writing ---
 
-    def add_facts(self, items: Sequence[tuple[Fact, Embedding]], turns: Sequence[Turn] = ()) -> Facts:
+    def add_facts(
+        self,
+        items: Sequence[tuple[Fact, Embedding]],
+        turns: Sequence[Turn] = (),
+        said_again: Sequence[tuple[FactId, TurnId]] = (),
+    ) -> Facts:
         """Add facts with their embeddings [d] float32, all or none; returns them with their times filled in.
 
         `turns` (with ids, of the facts' one scope) are appended in the same transaction, so a killed
-        process leaves no turn that no memory would ever delete.
+        process leaves no turn that no memory would ever delete. `said_again` names facts that are
+        there already and that one of these turns repeats: deleting such a fact deletes the turn too.
         Raises InvalidInput for an id that is taken or a turn that is not in the fact's scope,
         StoreMismatch for an embedding of another dimension than the catalog's.
         """
@@ -71,7 +78,9 @@ class FactTable:
                 for fact, vector in zip(added, vectors, strict=True):
                     _require_dimension(db, vector)
                     _insert(db, fact, vector)
-                    _record(db, fact.id, fact.scope.id, "ADD", None, fact.text, fact.created_at, fact.updated_at)
+                    _record(db, fact, "ADD", None, fact.text, fact.updated_at)
+                said = [(fact.id, fact.turn_id) for fact in added if fact.turn_id is not None]
+                db.executemany("INSERT OR IGNORE INTO fact_turns VALUES (?, ?)", [*said, *said_again])
                 announce(db, "put", [FactRef(fact.scope.id, fact.id) for fact in added])
         return added
 
@@ -81,7 +90,7 @@ class FactTable:
         text: str | None = None,
         metadata: dict[str, Any] | None = None,
         embedding: Embedding | None = None,
-        within: Scope | None = None,
+        within: Wall = None,
     ) -> Fact:
         """Change what is given and keep the rest; the owner never changes. Returns the new fact.
 
@@ -108,18 +117,17 @@ class FactTable:
                 vector = embedding_bytes(embedding)
                 _require_dimension(db, vector)
                 db.execute("UPDATE facts SET embedding = ? WHERE id = ?", (vector, fact_id))
-            scope = new.scope.id
-            _record(db, fact_id, scope, "UPDATE", old.text, new.text, new.created_at, new.updated_at)
-            announce(db, "put", [FactRef(scope, fact_id), *find_dependents(db, [fact_id])])
+            _record(db, new, "UPDATE", old.text, new.text, new.updated_at)
+            announce(db, "put", [FactRef(new.scope.id, fact_id), *find_dependents(db, [fact_id])])
         return new
 
     # --- finding ---
 
-    def get(self, fact_id: FactId, within: Scope | None = None) -> Fact | None:
+    def get(self, fact_id: FactId, within: Wall = None) -> Fact | None:
         """One fact, or None."""
         return self.get_many([fact_id], within)[0]
 
-    def get_many(self, fact_ids: Sequence[FactId], within: Scope | None = None) -> list[Fact | None]:
+    def get_many(self, fact_ids: Sequence[FactId], within: Wall = None) -> list[Fact | None]:
         """For each id, in order, its fact or None."""
         with self._db.read() as db:
             found = _select(db, fact_ids, within)
@@ -139,20 +147,15 @@ class FactTable:
         with self._db.read() as db:
             return _matching(db, scope)
 
-    def scope_of(self, fact_id: FactId) -> Scope | None:
-        """Who a fact belongs to, or None if there is no such fact."""
-        fact = self.get(fact_id)
-        return None if fact is None else fact.scope
-
-    def find_duplicates(self, scope: Scope, hashes: Iterable[str]) -> dict[str, FactId]:
-        """Which of these `text_hash`es exactly this scope already holds, and the oldest fact of each."""
+    def find_duplicates(self, scope: Scope, texts: Iterable[str]) -> dict[tuple[str, str | None], FactId]:
+        """Which of these texts exactly this scope already holds: by (text, time), the oldest fact of each."""
         with self._db.read() as db:
             rows = db.execute(
-                """SELECT hash, id FROM facts WHERE scope = ? AND hash IN (SELECT value FROM json_each(?))
+                """SELECT text, time, id FROM facts WHERE scope = ? AND hash IN (SELECT value FROM json_each(?))
                    ORDER BY seq DESC""",
-                (scope.id, json_list(hashes)),
+                (scope.id, json_list(map(text_hash, texts))),
             )
-            return dict(rows.fetchall())
+            return {(text, time): fact_id for text, time, fact_id in rows}
 
     def scopes(self) -> Sequence[Scope]:
         """Every scope that holds something, of all tenants."""
@@ -173,37 +176,37 @@ class FactTable:
         vectors = np.frombuffer(bytearray().join(row[1] for row in rows), dtype="<f4")
         return tuple(row[0] for row in rows), vectors.reshape(len(rows), -1 if rows else 0)
 
-    def replace_embeddings(self, items: Sequence[tuple[FactId, Embedding]]) -> None:
-        """Give every fact of the catalog the embedding of another embedder, all or none.
+    def adopt(self, settings: Mapping[str, str], embeddings: Sequence[tuple[FactId, Embedding]] | None = None) -> None:
+        """Take the store for another model or embedder in one transaction; every reader of the feed reloads.
 
-        Raises InvalidInput unless `items` names every fact exactly once: mixed embeddings rank nonsense.
+        `embeddings` must name every fact exactly once: mixed embeddings rank nonsense. InvalidInput otherwise.
         """
-        vectors = [(embedding_bytes(embedding), fact_id) for fact_id, embedding in items]
+        vectors = [(embedding_bytes(embedding), fact_id) for fact_id, embedding in embeddings or ()]
         with self._db.write() as db:
-            living = {row[0] for row in db.execute("SELECT id FROM facts")}
-            if living != {fact_id for fact_id, _ in items} or len(living) != len(items):
-                raise InvalidInput("Every memory needs a new embedding, and none was left out or made up; try again.")
-            db.execute("DELETE FROM meta WHERE key = 'embedding_dim'")
-            for vector, _ in vectors:
-                _require_dimension(db, vector)
-            db.executemany("UPDATE facts SET embedding = ? WHERE id = ?", vectors)
+            if embeddings is not None:
+                living = sorted(row[0] for row in db.execute("SELECT id FROM facts"))
+                if living != sorted(fact_id for _, fact_id in vectors):
+                    raise InvalidInput("Memories came or went while the store was embedded again; run it once more.")
+                db.execute("DELETE FROM meta WHERE key = 'embedding_dim'")
+                for vector, _ in vectors:
+                    _require_dimension(db, vector)
+                db.executemany("UPDATE facts SET embedding = ? WHERE id = ?", vectors)
+            db.executemany("INSERT OR REPLACE INTO meta VALUES (?, ?)", settings.items())
             announce_reset(db)
 
-    def history(self, fact_id: FactId, within: Scope | None = None) -> Sequence[HistoryEntry]:
-        """Events of one memory, oldest first. A deleted memory shows its deletion and no text."""
-        query = """SELECT id, memory_id, old_memory, new_memory, event, created_at, updated_at, is_deleted
-                   FROM history WHERE memory_id = ?"""
-        values: list[str] = [fact_id]
+    def history(self, fact_id: FactId, tenant: str | None = None) -> Sequence[HistoryEntry]:
+        """Events of one memory (of one tenant), oldest first. A deleted memory shows its deletion and no text."""
         with self._db.read() as db:
-            if within is not None:
-                query += " AND scope IN (SELECT value FROM json_each(?))"
-                values.append(json_list(_matching(db, within)))
-            rows = db.execute(f"{query} ORDER BY seq", values)
+            rows = db.execute(
+                """SELECT id, memory_id, old_memory, new_memory, event, created_at, updated_at, is_deleted
+                   FROM history WHERE memory_id = ?1 AND (?2 IS NULL OR tenant = ?2) ORDER BY seq""",
+                (fact_id, None if tenant is None else digest(tenant)),
+            )
             return [HistoryEntry._make((*row[:7], bool(row[7]))) for row in rows]
 
     # --- forgetting ---
 
-    def delete(self, fact_ids: Iterable[FactId], within: Scope | None = None) -> DeleteResult:
+    def delete(self, fact_ids: Iterable[FactId], within: Wall = None) -> DeleteResult:
         """Forget facts: text, embedding, the turns they came from, and every text in their history.
 
         One transaction; ids that do not exist are ignored. Afterwards the bytes are gone from the
@@ -214,12 +217,15 @@ class FactTable:
             if not doomed:
                 return DeleteResult()
             ids = json_list(doomed)
-            turns: list[TurnId] = [fact.turn_id for fact in doomed.values() if fact.turn_id is not None]
+            said = db.execute(
+                "SELECT turn_id FROM fact_turns WHERE fact_id IN (SELECT value FROM json_each(?))", (ids,)
+            )
+            turns: list[TurnId] = [row[0] for row in said]
             dependents = find_dependents(db, [*doomed, *turns])
             db.execute("DELETE FROM history WHERE memory_id IN (SELECT value FROM json_each(?))", (ids,))
             stamp = now()
             for fact in doomed.values():
-                _record(db, fact.id, fact.scope.id, "DELETE", None, None, fact.created_at, stamp)
+                _record(db, fact, "DELETE", None, None, stamp)
             db.execute("DELETE FROM facts WHERE id IN (SELECT value FROM json_each(?))", (ids,))
             db.execute("DELETE FROM turns WHERE id IN (SELECT value FROM json_each(?))", (json_list(turns),))
             deleted = tuple(FactRef(fact.scope.id, fact.id) for fact in doomed.values())
@@ -229,8 +235,8 @@ class FactTable:
         self._db.scrub()
         return DeleteResult(deleted, tuple(dependents))
 
-    def delete_scope(self, scope: Scope) -> DeleteResult:
-        """Forget everything that `scope` covers: facts, turns, histories and the owners' names."""
+    def delete_scope(self, scope: Scope | str) -> DeleteResult:
+        """Forget everything that `scope` covers, or a whole tenant: facts, turns, histories, owners' names."""
         with self._db.write() as db:
             scopes = _matching(db, scope)
             chosen = (json_list(scopes),)
@@ -245,17 +251,8 @@ class FactTable:
         self._db.scrub()
         return DeleteResult(deleted, scopes=scopes)
 
-    def reset(self) -> None:
-        """Forget everything of everyone; every reader of the change feed is told to reload."""
-        with self._db.write() as db:
-            for table in ("derivations", "facts", "turns", "history", "scopes"):
-                db.execute(f"DELETE FROM {table}")
-            db.execute("DELETE FROM meta WHERE key = 'embedding_dim'")
-            announce_reset(db)
-        self._db.scrub()
 
-
-def _select(db: sqlite3.Connection, fact_ids: Sequence[FactId], within: Scope | None) -> dict[FactId, Fact]:
+def _select(db: sqlite3.Connection, fact_ids: Sequence[FactId], within: Wall) -> dict[FactId, Fact]:
     where, values = scope_filter(within)
     rows = db.execute(
         f"{_FROM_FACTS} WHERE facts.id IN (SELECT value FROM json_each(?)) AND {where}", (json_list(fact_ids), *values)
@@ -263,7 +260,7 @@ def _select(db: sqlite3.Connection, fact_ids: Sequence[FactId], within: Scope | 
     return {fact.id: fact for fact in map(fact_from_row, rows)}
 
 
-def _matching(db: sqlite3.Connection, scope: Scope) -> tuple[ScopeId, ...]:
+def _matching(db: sqlite3.Connection, scope: Wall) -> tuple[ScopeId, ...]:
     where, values = scope_filter(scope)
     return tuple(row[0] for row in db.execute(f"SELECT id FROM scopes WHERE {where} ORDER BY id", values))
 
@@ -286,13 +283,16 @@ def _insert(db: sqlite3.Connection, fact: Fact, vector: bytes) -> None:
         raise InvalidInput(f"Fact {fact.id} cannot be added ({error}); give every fact an id of its own.") from error
 
 
-def _record(db: sqlite3.Connection, fact_id: FactId, scope: ScopeId, event: str, *values: str | None) -> None:
-    """Append to the history; `values` are old text, new text, created_at, updated_at."""
+def _record(db: sqlite3.Connection, fact: Fact, event: str, old: str | None, new: str | None, updated_at: str) -> None:
+    """Append to the history. The tenant's name is kept as a digest only: it outlives the memory."""
     db.execute(
-        """INSERT INTO history (id, memory_id, scope, event, old_memory, new_memory, created_at, updated_at, is_deleted)
-           VALUES (?, ?, ?, ?, ?, ?, ?, ?, ?)""",
-        (str(uuid4()), fact_id, scope, event, *values, event == "DELETE"),
-    )
+        """INSERT INTO history (id, memory_id, scope, tenant, old_memory, new_memory, event, created_at, updated_at,
+           is_deleted) VALUES (?, ?, ?, ?, ?, ?, ?, ?, ?, ?)""",
+        (
+            str(uuid4()), fact.id, fact.scope.id, digest(fact.scope.tenant), old, new, event, fact.created_at,
+            updated_at, event == "DELETE",
+        ),
+    )  # fmt: skip
 
 
 def _require_dimension(db: sqlite3.Connection, vector: bytes) -> None:

@@ -122,13 +122,19 @@ def embedding_bytes(embedding: Embedding) -> bytes:
     return array.tobytes()
 
 
-def scope_filter(scope: Scope | None) -> tuple[str, list[str]]:
-    """SQL over table `scopes`, and its parameters, for what `scope` covers; None is everything.
+Wall = Scope | str | None
+"""What a read or write may reach: what a query's scope covers, a whole tenant (by name), or everything (None)."""
+
+
+def scope_filter(scope: Wall) -> tuple[str, list[str]]:
+    """SQL over table `scopes`, and its parameters, for what `scope` covers.
 
     This is the one place where a query's scope becomes SQL; it says the same as `Scope.covers`.
     """
     if scope is None:
         return "TRUE", []
+    if isinstance(scope, str):
+        return "scopes.tenant = ?", [scope]
     wanted = {"tenant": scope.tenant, "user": scope.user, "agent": scope.agent, "run": scope.run}
     given = {column: value for column, value in wanted.items() if value is not None}
     indexed = {f"by_{column}": owner_digest(scope, column) for column in given if column != "tenant"}

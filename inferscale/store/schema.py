@@ -36,11 +36,17 @@ _STATEMENTS = (
     "CREATE INDEX facts_turn ON facts (turn_id)",
     """CREATE TABLE history (
         seq INTEGER PRIMARY KEY AUTOINCREMENT, id TEXT NOT NULL, memory_id TEXT NOT NULL, scope TEXT NOT NULL,
-        old_memory TEXT, new_memory TEXT, event TEXT NOT NULL CHECK (event IN ('ADD', 'UPDATE', 'DELETE')),
+        tenant TEXT NOT NULL, old_memory TEXT, new_memory TEXT,
+        event TEXT NOT NULL CHECK (event IN ('ADD', 'UPDATE', 'DELETE')),
         created_at TEXT NOT NULL, updated_at TEXT NOT NULL, is_deleted INTEGER NOT NULL
     )""",
     "CREATE INDEX history_memory ON history (memory_id)",
     "CREATE INDEX history_scope ON history (scope)",
+    """CREATE TABLE fact_turns (
+        fact_id TEXT NOT NULL REFERENCES facts (id) ON DELETE CASCADE,
+        turn_id TEXT NOT NULL REFERENCES turns (id) ON DELETE CASCADE, PRIMARY KEY (fact_id, turn_id)
+    ) WITHOUT ROWID""",
+    "CREATE INDEX fact_turns_turn ON fact_turns (turn_id)",
     """CREATE TABLE derivations (
         fact_id TEXT NOT NULL REFERENCES facts (id) ON DELETE CASCADE, source_id TEXT NOT NULL,
         kind TEXT NOT NULL CHECK (kind IN ('fact', 'turn')), PRIMARY KEY (fact_id, source_id)

@@ -82,6 +82,12 @@ class TieredStore(KVStore):
             self._generation += 1
             self._fast.delete(scope, fact)
 
+    def invalidate_all(self) -> None:
+        """Empty the fast tier only: what other processes did is not known any more."""
+        with self._lock:
+            self._generation += 1
+            self._fast.clear()
+
     def delete_scope(self, scope: ScopeId) -> None:
         try:
             self._slow.delete_scope(scope)

@@ -41,7 +41,7 @@ def test_a_plan_holds_every_fact_once_in_order(header: tuple[int, ...], facts: l
         assert (chunk.key, chunk.start, chunk.length) == (planned.key, at, len(planned.token_ids))
         at += chunk.length
     assert at == len(plan.token_ids)
-    check_prompt(plan, (*plan.prompt_ids, 7), RECIPE)
+    check_prompt(plan, (*plan.prompt_ids, 7), {RECIPE})
 
 
 @given(header=ids, facts=facts_lists, data=st.data())
@@ -53,20 +53,20 @@ def test_a_prompt_that_differs_in_one_token_is_refused(
     prompt = [*plan.token_ids, 7]
     prompt[at] += 1
     with pytest.raises(PlanRejected) as caught:
-        check_prompt(plan, prompt, RECIPE)
+        check_prompt(plan, prompt, {RECIPE})
     assert caught.value.reason == "prompt_mismatch"
 
 
 def test_at_least_one_token_is_left_to_compute() -> None:
     plan = build_plan(SCOPE, RECIPE, (1, 2), [fact(0, (3, 4))])
     with pytest.raises(PlanRejected):
-        check_prompt(plan, plan.token_ids, RECIPE)
+        check_prompt(plan, plan.token_ids, {RECIPE})
 
 
 def test_another_recipe_is_refused() -> None:
     plan = build_plan(SCOPE, RECIPE, (1, 2), [fact(0, (3, 4))])
     with pytest.raises(PlanRejected) as caught:
-        check_prompt(plan, (*plan.prompt_ids, 7), RecipeId("x" * 32))
+        check_prompt(plan, (*plan.prompt_ids, 7), {RecipeId("x" * 32)})
     assert caught.value.reason == "recipe_mismatch"
 
 
@@ -81,7 +81,7 @@ def test_a_plan_whose_chunks_do_not_tile_its_tokens_is_refused(fault: str) -> No
         "foreign tokens": replace(plan, token_ids=(1, 2, 3, 4, 5, 9)),
     }
     with pytest.raises(PlanRejected):
-        check_prompt(broken[fault], (*broken[fault].token_ids, 7), RECIPE)
+        check_prompt(broken[fault], (*broken[fault].token_ids, 7), {RECIPE})
 
 
 def test_plan_ids_cannot_be_guessed_and_do_not_repeat() -> None:

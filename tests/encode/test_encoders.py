@@ -45,7 +45,7 @@ def dense(
 
 
 def results(encoder: Encoder, jobs: list[EncodeJob], turns: list[tuple[int, ...]]) -> list[ChunkKV]:
-    found = dict(encoder.encode(jobs, turns))
+    found = dict(fact for results in encoder.encode(jobs, turns) for fact in results)
     assert sorted(found) == list(range(len(jobs)))
     return [found[i] for i in range(len(jobs))]
 

@@ -9,14 +9,17 @@ from typing import Any
 import pytest
 import torch
 
-from inferscale.compose import PlanFact, build_plan
+from inferscale.compose import PlanFact, build_plan, place
 from inferscale.config import EncodeConfig, Sampling
 from inferscale.core import ChunkKey, ChunkKV, FactId, Plan, Scope, token_digest
+from inferscale.decoder.forward import KVBuffer, extend
+from inferscale.decoder.transformers import TransformersDecoder
 from inferscale.encode.base import EncodeJob
 from inferscale.engine import Engine, Message, Request
 from inferscale.engine.transformers import Sampler, TransformersEngine
 from inferscale.errors import ConfigError, ModelNotFound, PromptTooLong
 from inferscale.store import RamStore
+from tests.tiny import tiny_decoder
 
 SCOPE = Scope(user="alice")
 CONFIG = EncodeConfig(companions=0)
@@ -28,11 +31,10 @@ def remember(engine: TransformersEngine, lines: Sequence[str]) -> tuple[RamStore
     store, recipe = RamStore(1 << 30), engine.recipe(CONFIG).id
     jobs = [EncodeJob(engine.prompt.fact_ids(line)) for line in lines]
     facts: list[PlanFact | None] = [None] * len(jobs)
-    for index, kv in engine.encoder(CONFIG).encode(jobs):
+    for index, kv in (fact for results in engine.encoder(CONFIG).encode(jobs) for fact in results):
         key = ChunkKey(SCOPE.id, FactId(f"f{index}"), recipe, token_digest(kv.token_ids))
         store.put_many([(key, kv)])
         facts[index] = PlanFact(kv.token_ids, key)
-    engine.attach(store, recipe)
     return store, [fact for fact in facts if fact is not None]
 
 
@@ -42,10 +44,10 @@ def planned(engine: TransformersEngine, facts: Sequence[PlanFact], hot: int = 0)
 
 
 def test_one_fact_behind_the_header_answers_exactly_as_prefilled_text(tiny_engine: TransformersEngine) -> None:
-    _, facts = remember(tiny_engine, LINES)
+    store, facts = remember(tiny_engine, LINES)
     for fact in facts:
         plan, prompt = planned(tiny_engine, [fact])
-        injected = tiny_engine.generate(Request(prompt, plan, Sampling(max_tokens=12)))
+        injected = tiny_engine.generate(Request(prompt, plan, Sampling(max_tokens=12), store))
         text = tiny_engine.generate(Request(prompt, None, Sampling(max_tokens=12)))
         assert injected.token_ids == text.token_ids
         assert (injected.injected_tokens, injected.fallback) == (len(plan.token_ids), None)
@@ -53,9 +55,9 @@ def test_one_fact_behind_the_header_answers_exactly_as_prefilled_text(tiny_engin
 
 
 def test_hot_facts_are_prefilled_behind_the_injected_ones(tiny_engine: TransformersEngine) -> None:
-    _, facts = remember(tiny_engine, LINES)
+    store, facts = remember(tiny_engine, LINES)
     plan, prompt = planned(tiny_engine, facts, hot=1)
-    reply = tiny_engine.generate(Request(prompt, plan, Sampling(max_tokens=3)))
+    reply = tiny_engine.generate(Request(prompt, plan, Sampling(max_tokens=3), store))
     assert (
         reply.injected_tokens
         == len(plan.token_ids)
@@ -63,7 +65,9 @@ def test_hot_facts_are_prefilled_behind_the_injected_ones(tiny_engine: Transform
     )
 
 
-@pytest.mark.parametrize("fault", ["missing", "shape", "dtype", "tokens", "recipe", "header", "prompt", "detached"])
+@pytest.mark.parametrize(
+    "fault", ["missing", "shape", "dtype", "tokens", "recipe", "header", "prompt", "another store"]
+)
 def test_whatever_fails_verification_is_prefilled_as_text_and_says_so(
     tiny_engine: TransformersEngine, fault: str
 ) -> None:
@@ -92,8 +96,8 @@ def test_whatever_fails_verification_is_prefilled_as_text_and_says_so(
     elif fault == "prompt":
         plan, reason = replace(plan, token_ids=(*plan.token_ids[:-1], 5)), "prompt_mismatch"
     else:
-        tiny_engine.attach(RamStore(1), plan.recipe)
-    reply = tiny_engine.generate(Request(prompt, plan, Sampling(max_tokens=6)))
+        store = RamStore(1)
+    reply = tiny_engine.generate(Request(prompt, plan, Sampling(max_tokens=6), store))
     assert (reply.fallback, reply.injected_tokens) == (reason, 0)
     assert reply.token_ids == expected.token_ids
 
@@ -161,3 +165,17 @@ def test_loading_fails_with_one_clear_sentence(changes: dict[str, Any], error: t
         Engine.from_pretrained(**{"name_or_path": "smollm2-135m-instruct", **changes})
     assert len(str(caught.value)) > 10
     assert "\n" not in str(caught.value)
+
+
+def test_bfloat16_injection_follows_bfloat16_prefill(tokenizer: Any) -> None:
+    decoder = tiny_decoder("qwen3", "yarn", vocab_size=len(tokenizer), max_position_embeddings=512)
+    engine = TransformersEngine(TransformersDecoder(decoder.model.bfloat16(), "tiny", "bf16"), tokenizer)
+    store, facts = remember(engine, LINES)
+    plan, prompt = planned(engine, facts[:1])
+    rows = []
+    for parts in (engine.fetch(plan, prompt, store), []):
+        buffer = KVBuffer.for_decoder(engine.decoder, len(prompt))
+        place(engine.decoder, parts, buffer)
+        rest = torch.tensor(prompt[buffer.length :])
+        rows.append(engine.decoder.logits(extend(engine.decoder, rest, buffer)[-1:]))
+    torch.testing.assert_close(rows[0], rows[1], rtol=5e-2, atol=5e-2 * float(rows[1].abs().max()))

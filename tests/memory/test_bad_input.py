@@ -92,6 +92,48 @@ def test_a_message_of_100k_characters_is_distilled_into_facts_that_hold_all_of_i
     assert reply.memories
 
 
+@pytest.mark.parametrize("script", ["龘", "🦖", "ጠ", "𒀀"])
+def test_scripts_of_many_tokens_a_character_are_split_until_they_fit(memory: Memory, script: str) -> None:
+    results = memory.add(script * 300, user_id="alice")["results"]
+    assert sum(item["memory"].count(script) for item in results) == 300
+    memory.flush(60)
+    assert memory.chat(script, user_id="alice", sampling=SHORT).memories
+
+
+def test_repeated_words_leave_with_the_memory_of_them(memory: Memory) -> None:
+    memory.add("My code is Quuxzanzibar.", user_id="alice")
+    memory.add("My code is Quuxzanzibar. I like tea.", user_id="alice")
+    (secret,) = [i for i in memory.get_all(user_id="alice")["results"] if "Quux" in i["memory"]]
+    memory.delete(secret["id"])
+    memory.close()
+    assert not any(b"Quuxzanzibar" in file.read_bytes() for file in memory.path.rglob("*") if file.is_file())
+
+
+def test_a_time_that_is_no_time_is_refused(memory: Memory) -> None:
+    with pytest.raises(InvalidInput, match="limit is 100"):
+        memory.add("hi there", user_id="alice", timestamp="May " * 1200)
+
+
+@pytest.mark.parametrize(
+    "call",
+    [
+        lambda m: m.get(7),
+        lambda m: m.history(None),
+        lambda m: m.delete(3.5),
+        lambda m: m.add("x", user_id="alice", metadata=5),
+        lambda m: m.add("x", user_id="alice", metadata="abc"),
+        lambda m: m.search("x", user_id="alice", filters=["a"]),
+        lambda m: m.search("x", user_id="alice", top_k="5"),
+        lambda m: m.get_all(user_id="alice", top_k=-1),
+        lambda m: m.chat("x", user_id="alice", top_k="5"),
+        lambda m: m.chat("x", user_id="alice", hot=1.5),
+    ],
+)
+def test_wrong_types_are_refused_in_our_own_words(memory: Memory, call: Any) -> None:
+    with pytest.raises(InvalidInput):
+        call(memory)
+
+
 def test_one_memory_that_no_request_could_hold_is_refused_with_what_to_do(memory: Memory) -> None:
     with pytest.raises(InvalidInput, match=r"Split it, or add it with infer=True"):
         memory.add("word " * 20_000, user_id="alice", infer=False)
@@ -159,7 +201,9 @@ def test_odd_chat_options_are_refused(memory: Memory, options: dict[str, Any]) -
 
 
 @pytest.mark.parametrize(
-    "values", [{"max_tokens": 0}, {"temperature": -1}, {"top_p": 0}, {"stop": ("",)}], ids=lambda v: next(iter(v))
+    "values",
+    [{"max_tokens": 0}, {"temperature": -1}, {"top_p": 0}, {"stop": ("",)}, {"seed": 2**70}, {"max_tokens": "5"}],
+    ids=str,
 )
 def test_odd_sampling_is_refused(values: dict[str, Any]) -> None:
     with pytest.raises(ConfigError):

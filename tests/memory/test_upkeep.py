@@ -15,9 +15,9 @@ from typing import Any
 import pytest
 
 from inferscale import EncodeConfig, Memory, MemoryConfig, Sampling
-from inferscale.core import ChunkKV, Scope
+from inferscale.core import Scope
 from inferscale.encode import EncodeJob
-from inferscale.encode.base import Encoder, TokenIds
+from inferscale.encode.base import Encoded, Encoder, TokenIds
 from inferscale.engine import Message
 from inferscale.engine.transformers import TransformersEngine
 from inferscale.errors import StoreFull, StoreMismatch
@@ -125,7 +125,7 @@ class DeletesMeanwhile(Encoder):
         self.encoder = encoder
         self.before_publish: Any = None
 
-    def encode(self, jobs: Sequence[EncodeJob], turns: Sequence[TokenIds] = ()) -> Iterator[tuple[int, ChunkKV]]:
+    def encode(self, jobs: Sequence[EncodeJob], turns: Sequence[TokenIds] = ()) -> Iterator[Encoded]:
         for step in self.encoder.encode(jobs, turns):
             if self.before_publish is not None:
                 hook, self.before_publish = self.before_publish, None
@@ -321,6 +321,100 @@ def test_a_full_disk_is_one_clear_error_and_nothing_acknowledged_is_lost(
             assert memory.flush(120).waiting == 0
     finally:
         subprocess.run(["umount", "-l", str(disk)], check=False)
+
+
+def test_two_memories_share_an_engine(open_memory: Any, tmp_path: Path) -> None:
+    one, two = open_memory(tmp_path / "one"), open_memory(tmp_path / "two")
+    for memory in (one, two):
+        fill(memory)
+        memory.flush(60)
+    for memory in (one, two):
+        reply = memory.chat("Who owns Rex?", user_id="alice", sampling=SHORT)
+        assert (reply.fallback, reply.text_memories) == (None, 0)
+
+
+def test_one_fact_that_cannot_be_encoded_leaves_the_others_alone(open_memory: Any) -> None:
+    class Refuses(DeletesMeanwhile):
+        def encode(self, jobs: Sequence[EncodeJob], turns: Sequence[TokenIds] = ()) -> Iterator[Encoded]:
+            if any(job.fact == bad for job in jobs):
+                raise RuntimeError("no such kernel")
+            return self.encoder.encode(jobs, turns)
+
+    memory = open_memory(config=MemoryConfig(encode=EncodeConfig(companions=0)))
+    bad = memory.engine.prompt.fact_ids("- Rex is three.\n")
+    memory._upkeep._encoder = Refuses(memory._upkeep._encoder)
+    ids = memory.add_facts([(None, fact) for fact in FACTS], Scope(user="alice"))
+    progress = memory.flush(60)
+    assert list(progress.failed) == [ids[FACTS.index("Rex is three.")]]
+    assert "no such kernel" in next(iter(progress.failed.values()))
+    assert (progress.encoded, len(chunk_files(memory))) == (5, 5)
+    memory.delete(ids[FACTS.index("Rex is three.")])
+    assert memory.flush(60).failed == {}
+
+
+def test_sources_of_a_chunk_that_failed_to_be_replaced_still_count(
+    open_memory: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    memory = open_memory(config=MemoryConfig(encode=EncodeConfig(companions=1, refresh_below=1.0)))
+    scope = Scope(user="alice")
+    a, b = memory.add_facts([(None, "Rex is a collie."), (None, "The weather is fine.")], scope)
+    memory.flush(60)
+    assert memory._store.catalog.sources([a]) == {a: {b}}
+
+    def full(items: object) -> None:
+        raise StoreFull("The disk is full.")
+
+    monkeypatch.setattr(memory._store.chunks, "put_many", full)
+    memory.add_facts([(None, "Rex is a young collie.")], scope)  # nearer to a than b is
+    memory.flush(60)
+    monkeypatch.undo()
+    memory.delete(b)
+    assert not any(a in file.name for file in chunk_files(memory)), "a's chunk was computed from b"
+    memory.flush(60)
+    assert b not in memory._store.catalog.sources([a])[a]
+
+
+def test_another_process_drops_kv_from_memory_when_what_it_was_made_from_is_forgotten(open_memory: Any) -> None:
+    config = MemoryConfig(encode=EncodeConfig(companions=5))
+    one, two = open_memory(config=config), open_memory(config=config)
+    ids = fill(one)
+    one.flush(60)
+    two.chat("Who owns Rex?", user_id="alice", sampling=SHORT)
+    assert len(list(two._store.chunks._fast.keys())) == 6
+    one.delete(ids[0])
+    one.flush(60)
+    two.search("Rex", user_id="alice")
+    assert list(two._store.chunks._fast.keys()) == []
+
+
+def test_a_store_adopted_by_another_embedder_is_refused_by_whoever_has_it_open(
+    open_memory: Any, embedder: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    class Other(type(embedder)):  # type: ignore[misc]
+        fingerprint = "another"
+
+    other = Other(embedder.path)
+    one = open_memory()
+    fill(one)
+    two = open_memory(embedder=other, reencode=True)
+    for call in (lambda: one.search("Rex", user_id="alice"), lambda: one.add("New.", user_id="alice", infer=False)):
+        with pytest.raises(StoreMismatch, match="Another process adopted this store"):
+            call()
+    assert len(two.search("Rex", user_id="alice")["results"]) == 6
+
+
+def test_with_streamed_windows_a_forgotten_turn_takes_everything_that_saw_it_along(open_memory: Any) -> None:
+    config = MemoryConfig(encode=EncodeConfig(companions=0, window=1, mode="streaming"))
+    memory = open_memory(config=config)
+    messages = [{"role": "user", "content": f"Sentence number {n} here."} for n in range(6)]
+    ids = [result["id"] for result in memory.add(messages, user_id="alice")["results"]]
+    memory.flush(60)
+    before = {file.name: file.read_bytes() for file in chunk_files(memory)}
+    memory.delete(ids[0])
+    memory.flush(60)
+    after = {file.name: file.read_bytes() for file in chunk_files(memory)}
+    assert len(after) == 5
+    assert all(before[name] != after[name] for name in after), "each had seen turn 0, if only through other turns"
 
 
 def test_history_is_json(memory: Memory) -> None:

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from inferscale import Memory
-from inferscale.errors import InvalidInput, InvalidScope, MemoryNotFound
+from inferscale.errors import ConfigError, InvalidInput, InvalidScope, MemoryNotFound
 
 
 def add(memory: Memory, text: str, **owner: Any) -> str:
@@ -59,6 +59,19 @@ def test_the_same_memory_twice_is_kept_once(memory: Memory) -> None:
     assert (again["id"], again["event"]) == (first, "NONE")
     add(memory, "Rex is a collie.", user_id="bob")
     assert len(memory.get_all(user_id="alice")["results"]) == 1
+
+
+def test_the_same_words_on_another_day_are_another_memory(memory: Memory) -> None:
+    for day in ("8 May 2023", "9 June 2024"):
+        memory.add("I ran a marathon.", user_id="alice", timestamp=day)
+    found = memory.search("marathon", user_id="alice")["results"]
+    assert sorted(item["time"] for item in found) == ["8 May 2023", "9 June 2024"]
+
+
+def test_settings_may_be_a_mapping_and_unknown_ones_are_refused(open_memory: Any) -> None:
+    assert open_memory(config={"encode": {"companions": 2}}).config.encode.companions == 2
+    with pytest.raises(ConfigError, match="Unknown option 'companion'"):
+        open_memory(config={"encode": {"companion": 2}})
 
 
 def test_update_keeps_owner_and_metadata_and_is_searchable_at_once(memory: Memory) -> None:
@@ -157,12 +170,16 @@ def test_another_tenant_sees_and_changes_nothing(open_memory: Any) -> None:
     assert theirs.get(rex) is None
     assert theirs.get_all(user_id="alice")["results"] == []
     assert theirs.history(rex) == []
+    assert theirs.search("Rex", user_id="alice")["results"] == []
     for change in (lambda: theirs.update(rex, "gone"), lambda: theirs.delete(rex)):
         with pytest.raises(MemoryNotFound):
             change()
     theirs.delete_all(user_id="alice")
     theirs.reset()
     assert texts(ours.get_all(user_id="alice")) == ["Rex is a collie."]
+    ours.delete(rex)
+    assert theirs.history(rex) == []
+    assert len(ours.history(rex)) == 1
 
 
 def test_reset_forgets_everything_of_the_tenant(memory: Memory) -> None:

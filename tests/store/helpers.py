@@ -4,13 +4,16 @@ from __future__ import annotations
 
 import subprocess
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 from uuid import uuid4
 
 import numpy as np
 import torch
 
-from inferscale.core import ChunkKey, ChunkKV, Fact, FactId, RecipeId, Scope, ScopeId, TurnId, token_digest
+from inferscale.core import ChunkKey, ChunkKV, Fact, FactId, RecipeId, Scope, ScopeId, Turn, TurnId, token_digest
+from inferscale.store import Catalog
+from inferscale.store.turns import insert_turns, name_turns
 
 LAYERS, KV_HEADS, HEAD_DIM = 2, 1, 4
 ALICE, BOB = Scope(user="alice"), Scope(user="bob")
@@ -53,6 +56,14 @@ def raw(tensor: torch.Tensor) -> bytes:
 
 def fact_of(text: str, scope: Scope = ALICE, turn_id: TurnId | None = None, **fields: object) -> Fact:
     return Fact(FactId(str(uuid4())), text, scope, turn_id=turn_id, **fields)  # type: ignore[arg-type]
+
+
+def add_turns(catalog: Catalog, scope: Scope, turns: Sequence[Turn]) -> list[Turn]:
+    """Turns without facts: the product never writes those, tests of turns do."""
+    named = name_turns(turns)
+    with catalog._db.write() as db:
+        insert_turns(db, scope, named)
+    return named
 
 
 VECTOR = np.arange(4, dtype=np.float32)

@@ -22,7 +22,7 @@ from inferscale.errors import (
     StoreMismatch,
 )
 from inferscale.store import Catalog, FactRef, text_hash
-from tests.store.helpers import ALICE, BOB, VECTOR, fact_of, start
+from tests.store.helpers import ALICE, BOB, VECTOR, add_turns, fact_of, start
 
 TEXT = st.text(st.characters(exclude_categories=["Cs"]), max_size=30)
 
@@ -49,7 +49,7 @@ NASTY = [
 @pytest.mark.parametrize("text", NASTY)
 def test_text_is_data_and_round_trips(catalog: Catalog, text: str) -> None:
     scope = Scope(user=text + "x", tenant=text + "x")
-    (turn,) = catalog.add_turns(scope, [Turn(text, text, text)])
+    (turn,) = add_turns(catalog, scope, [Turn(text, text, text)])
     fact = Fact(
         FactId(text.replace("\x00", "0")),
         text,
@@ -83,7 +83,7 @@ def test_an_id_with_a_nul_is_refused_and_names_no_other_row(catalog: Catalog) ->
     with pytest.raises(InvalidInput, match="NUL"):
         catalog.add_facts([(Fact(FactId("a\x00b"), "x", ALICE), VECTOR)])
     with pytest.raises(InvalidInput, match="NUL"):
-        catalog.add_turns(ALICE, [Turn("alice", "x", id=TurnId("a\x00b"))])
+        add_turns(catalog, ALICE, [Turn("alice", "x", id=TurnId("a\x00b"))])
 
 
 def test_metadata_is_stored_readably(catalog: Catalog, tmp_path: Path) -> None:
@@ -100,18 +100,11 @@ def test_metadata_that_is_not_json_is_refused(catalog: Catalog, metadata: dict[s
 
 
 def test_turns_keep_their_order_and_scope(catalog: Catalog) -> None:
-    turns = catalog.add_turns(ALICE, [Turn("alice", f"t{i}") for i in range(5)])
-    catalog.add_turns(BOB, [Turn("bob", "other")])
-    more = catalog.add_turns(ALICE, [Turn("alice", "t5", id=TurnId("given"))])
+    turns = add_turns(catalog, ALICE, [Turn("alice", f"t{i}") for i in range(5)])
+    add_turns(catalog, BOB, [Turn("bob", "other")])
+    more = add_turns(catalog, ALICE, [Turn("alice", "t5", id=TurnId("given"))])
     assert catalog.turns(ALICE) == turns + more
-    given_id = more[0].id
-    assert given_id == "given"
-    assert catalog.turns_before(ALICE, given_id, 2) == turns[3:]
-    assert catalog.turns_before(ALICE, given_id, 99) == turns
-    assert catalog.turns_before(ALICE, given_id, 0) == []
-    assert catalog.turns_before(BOB, given_id, 2) == []
-    assert catalog.turns_before(ALICE, TurnId("none"), 2) == []
-    assert catalog.add_turns(ALICE, []) == []
+    assert more[0].id == "given"
 
 
 def test_facts_are_added_all_or_none(catalog: Catalog) -> None:
@@ -128,7 +121,7 @@ def test_facts_are_added_all_or_none(catalog: Catalog) -> None:
 
 
 def test_a_fact_cannot_point_at_a_turn_of_another_scope(catalog: Catalog) -> None:
-    (turn,) = catalog.add_turns(BOB, [Turn("bob", "secret")])
+    (turn,) = add_turns(catalog, BOB, [Turn("bob", "secret")])
     with pytest.raises(InvalidInput, match="scope"):
         catalog.add_facts([(fact_of("x", ALICE, turn.id), VECTOR)])
 
@@ -162,8 +155,9 @@ def test_embeddings_of_another_dimension_are_refused(catalog: Catalog) -> None:
 def test_duplicates_are_found_within_their_scope_only(catalog: Catalog) -> None:
     first, _, other = add(catalog, "same", "same", "other")
     add(catalog, "theirs", scope=BOB)
-    hashes = [text_hash(text) for text in ("same", "other", "theirs", "none")]
-    assert catalog.find_duplicates(ALICE, hashes) == {hashes[0]: first.id, hashes[1]: other.id}
+    (dated,) = catalog.add_facts([(fact_of("same", time="8 May 2023"), VECTOR)])
+    found = catalog.find_duplicates(ALICE, ["same", "other", "theirs", "none"])
+    assert found == {("same", None): first.id, ("same", "8 May 2023"): dated.id, ("other", None): other.id}
 
 
 def test_an_update_keeps_owner_metadata_and_creation_time(catalog: Catalog) -> None:
@@ -173,7 +167,7 @@ def test_an_update_keeps_owner_metadata_and_creation_time(catalog: Catalog) -> N
     assert new.updated_at >= fact.updated_at
     assert catalog.get(fact.id) == new
     assert np.array_equal(catalog.embeddings(ALICE.id)[1][0], VECTOR + 1)
-    assert catalog.find_duplicates(ALICE, [text_hash("new"), text_hash("old")]) == {text_hash("new"): fact.id}
+    assert catalog.find_duplicates(ALICE, ["new", "old"]) == {("new", None): fact.id}
     assert catalog.update(fact.id, metadata={}).metadata == {}
     with pytest.raises(InvalidInput, match="embedding"):
         catalog.update(fact.id, "newer")
@@ -195,13 +189,13 @@ def test_history_has_mem0s_shape(catalog: Catalog) -> None:
 
 
 def test_derivations_lead_from_what_is_forgotten_to_what_was_computed_from_it(catalog: Catalog) -> None:
-    (turn,) = catalog.add_turns(ALICE, [Turn("alice", "said")])
+    (turn,) = add_turns(catalog, ALICE, [Turn("alice", "said")])
     (source,) = catalog.add_facts([(fact_of("source", turn_id=turn.id), VECTOR)])
     by_fact, by_turn, free = add(catalog, "by fact", "by turn", "free")
     assert turn.id is not None
-    assert catalog.set_derivations(by_fact.id, text_hash("by fact"), [(source.id, "fact")])
-    assert catalog.set_derivations(by_turn.id, text_hash("by turn"), [(turn.id, "turn")])
-    assert catalog.set_derivations(free.id, text_hash("free"), [])
+    assert catalog.set_derivations(by_fact.id, text_hash("by fact"), [(source.id, "fact")], published=True)
+    assert catalog.set_derivations(by_turn.id, text_hash("by turn"), [(turn.id, "turn")], published=True)
+    assert catalog.set_derivations(free.id, text_hash("free"), [], published=True)
     refs = (FactRef(ALICE.id, by_fact.id), FactRef(ALICE.id, by_turn.id))
     assert catalog.dependents([source.id, turn.id]) == list(refs)
     assert catalog.broken_derivations() == []
@@ -209,7 +203,7 @@ def test_derivations_lead_from_what_is_forgotten_to_what_was_computed_from_it(ca
     assert (result.deleted, result.dependents) == ((FactRef(ALICE.id, source.id),), refs)
     assert catalog.turns(ALICE) == []
     assert catalog.broken_derivations() == list(refs)
-    assert catalog.set_derivations(by_fact.id, text_hash("by fact"), [(free.id, "fact")])
+    assert catalog.set_derivations(by_fact.id, text_hash("by fact"), [(free.id, "fact")], published=True)
     assert catalog.broken_derivations() == [refs[1]]
 
 
@@ -217,13 +211,33 @@ def test_kv_of_what_changed_meanwhile_must_not_be_published(catalog: Catalog) ->
     fact, companion = add(catalog, "fact", "companion")
     (foreign,) = add(catalog, "foreign", scope=BOB)
     current = text_hash("fact")
-    assert not catalog.set_derivations(FactId("none"), current, [])
-    assert not catalog.set_derivations(fact.id, text_hash("older"), [])
-    assert not catalog.set_derivations(fact.id, current, [(companion.id, "fact"), ("none", "fact")])
-    assert not catalog.set_derivations(fact.id, current, [(companion.id, "turn")])
-    assert not catalog.set_derivations(fact.id, current, [(foreign.id, "fact")])
+    assert not catalog.set_derivations(FactId("none"), current, [], published=True)
+    assert not catalog.set_derivations(fact.id, text_hash("older"), [], published=True)
+    assert not catalog.set_derivations(fact.id, current, [(companion.id, "fact"), ("none", "fact")], published=True)
+    assert not catalog.set_derivations(fact.id, current, [(companion.id, "turn")], published=True)
+    assert not catalog.set_derivations(fact.id, current, [(foreign.id, "fact")], published=True)
     assert catalog.dependents([companion.id]) == []
-    assert catalog.set_derivations(fact.id, current, [(companion.id, "fact"), (companion.id, "fact")])
+    assert catalog.set_derivations(fact.id, current, [(companion.id, "fact"), (companion.id, "fact")], published=True)
+
+
+def test_until_a_chunk_is_published_its_older_sources_count_too(catalog: Catalog) -> None:
+    fact, old, new = add(catalog, "fact", "old", "new")
+    record = (fact.id, text_hash("fact"))
+    assert catalog.set_derivations(*record, [(old.id, "fact")], published=True)
+    assert catalog.set_derivations(*record, [(new.id, "fact")], published=False)
+    assert catalog.sources([fact.id]) == {fact.id: {old.id, new.id}}
+    assert catalog.set_derivations(*record, [(new.id, "fact")], published=True)
+    assert catalog.sources([fact.id]) == {fact.id: {new.id}}
+
+
+def test_deleting_a_fact_deletes_every_turn_that_said_it(catalog: Catalog) -> None:
+    first, again, other = (Turn("alice", text, id=TurnId(text)) for text in ("said", "said again", "other"))
+    fact = fact_of("said", turn_id=first.id)
+    catalog.add_facts([(fact, VECTOR)], [first])
+    catalog.add_facts([(fact_of("new", turn_id=again.id), VECTOR)], [again], [(fact.id, TurnId("said again"))])
+    catalog.add_facts([(fact_of("other", turn_id=other.id), VECTOR)], [other])
+    catalog.delete([fact.id])
+    assert [turn.text for turn in catalog.turns(ALICE)] == ["other"]
 
 
 def test_meta_is_kept(catalog: Catalog, tmp_path: Path) -> None:
@@ -238,7 +252,7 @@ def test_forty_concurrent_adds_all_stay(catalog: Catalog) -> None:
 
     def work(number: int) -> None:
         try:
-            (turn,) = catalog.add_turns(ALICE, [Turn("alice", f"turn {number}")])
+            (turn,) = add_turns(catalog, ALICE, [Turn("alice", f"turn {number}")])
             catalog.add_facts([(fact_of(f"fact {number}", turn_id=turn.id), VECTOR)])
         except BaseException as error:
             errors.append(error)

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 from pathlib import Path
 
+import numpy as np
 import pytest
 
-from inferscale.core import Scope
+from inferscale.core import FactId, Scope
+from inferscale.errors import InvalidInput
 from inferscale.store import RELOAD, Catalog, Change, feed, text_hash
 from tests.store.helpers import ALICE, BOB, VECTOR, fact_of
 
@@ -33,7 +35,7 @@ def test_a_reader_sees_each_change_once_and_in_order(two: tuple[Catalog, Catalog
 def test_facts_whose_kv_went_stale_are_announced_too(two: tuple[Catalog, Catalog]) -> None:
     writer, reader = two
     source, derived = writer.add_facts([(fact_of("source"), VECTOR), (fact_of("derived"), VECTOR)])
-    writer.set_derivations(derived.id, text_hash("derived"), [(source.id, "fact")])
+    writer.set_derivations(derived.id, text_hash("derived"), [(source.id, "fact")], published=True)
     rev = reader.revision()
     writer.update(source.id, "changed", embedding=VECTOR)
     writer.delete([source.id])
@@ -62,17 +64,27 @@ def test_a_reader_behind_the_feed_is_told_to_reload(
     assert reader.changes_since(now + 1) == (now, RELOAD)  # of another, longer-lived catalog
 
 
-def test_a_reset_makes_every_reader_reload(two: tuple[Catalog, Catalog]) -> None:
+def test_adopting_the_store_makes_every_reader_reload(two: tuple[Catalog, Catalog]) -> None:
     writer, reader = two
     for fill in (False, True):
         if fill:
-            writer.add_facts([(fact_of("x"), VECTOR)])
+            (fact,) = writer.add_facts([(fact_of("x"), VECTOR)])
         rev = reader.revision()
-        writer.reset()
+        writer.adopt({"embedder": "new"}, [(fact.id, VECTOR[:3])] if fill else None)
         new, answer = reader.changes_since(rev)
         assert answer is RELOAD
         assert reader.changes_since(new) == (new, [])
-    assert reader.list(ALICE) == []
+    assert reader.meta_get("embedder") == "new"
+    assert np.array_equal(reader.embeddings(ALICE.id)[1], [VECTOR[:3]])
+
+
+def test_adopting_needs_an_embedding_of_every_fact(two: tuple[Catalog, Catalog]) -> None:
+    writer, reader = two
+    (fact,) = writer.add_facts([(fact_of("x"), VECTOR)])
+    for wrong in ([], [(fact.id, VECTOR), (fact.id, VECTOR)], [(FactId("none"), VECTOR)]):
+        with pytest.raises(InvalidInput):
+            writer.adopt({"embedder": "new"}, wrong)
+    assert reader.meta_get("embedder") is None
 
 
 def test_data_version_moves_when_another_catalog_commits_and_only_then(two: tuple[Catalog, Catalog]) -> None:

@@ -12,12 +12,12 @@ import pytest
 from inferscale.config import StoreConfig
 from inferscale.core import Fact, FactId, Scope, Turn
 from inferscale.store import Catalog, Store, open_store
-from tests.store.helpers import ALICE, BOB, VECTOR, all_bytes, fact_of, item, raw
+from tests.store.helpers import ALICE, BOB, VECTOR, add_turns, all_bytes, fact_of, item, raw
 
 
 def remember(store: Store, scope: Scope, marker: str, seed: int) -> tuple[Fact, bytes]:
     """A fact whose marker stands in every text there is; returns it and its KV's bytes."""
-    (turn,) = store.catalog.add_turns(scope, [Turn(marker, f"{marker} said", marker)])
+    (turn,) = add_turns(store.catalog, scope, [Turn(marker, f"{marker} said", marker)])
     fact = fact_of(f"{marker} is", scope, turn.id, time=marker, metadata={"note": marker})
     (fact,) = store.catalog.add_facts([(fact, VECTOR + seed)])
     fact = store.catalog.update(fact.id, f"{marker} was", embedding=VECTOR + seed + 1)
@@ -57,15 +57,17 @@ def test_nothing_of_a_forgotten_memory_is_left_on_disk(tmp_path: Path, how: str)
     other.close()
 
 
-def test_a_reset_leaves_nothing(tmp_path: Path) -> None:
+def test_forgetting_a_tenant_leaves_nothing_of_it(tmp_path: Path) -> None:
     store = open_store(tmp_path, StoreConfig())
     _, kv = remember(store, ALICE, "MARKER", 1)
-    store.catalog.reset()
-    store.chunks.clear()
+    remember(store, Scope(user="else", tenant="other"), "KEPT", 2)
+    for scope in store.catalog.delete_scope("default").scopes:
+        store.chunks.delete_scope(scope)
     left = all_bytes(tmp_path)
     assert b"MARKER" not in left
     assert b"alice" not in left
     assert kv not in left
+    assert b"KEPT" in left
     store.close()
 
 
@@ -81,7 +83,7 @@ def test_rows_that_moved_between_pages_leave_no_copies(tmp_path: Path, length: i
         marker, filler = uuid4().hex, "x" * rng.randrange(length)
         choice = rng.random()
         if choice < 0.5 or not living:
-            (turn,) = catalog.add_turns(ALICE, [Turn("alice", marker + filler)])
+            (turn,) = add_turns(catalog, ALICE, [Turn("alice", marker + filler)])
             (fact,) = catalog.add_facts([(fact_of(filler + marker, turn_id=turn.id), VECTOR)])
             living[fact.id] = [marker]
             continue
@@ -114,17 +116,3 @@ def test_a_reader_delays_the_wal_and_the_next_scrub_finishes(tmp_path: Path) -> 
     assert catalog.scrub()
     reader.close()
     catalog.close()
-
-
-def test_kv_that_a_killed_process_left_behind_is_forgotten_at_start(tmp_path: Path) -> None:
-    store = open_store(tmp_path, StoreConfig())
-    gone, kv = remember(store, ALICE, "GONE", 1)
-    kept, kept_kv = remember(store, ALICE, "KEPT", 2)
-    store.catalog.delete([gone.id])  # and here the process is killed
-    opened = open_store(tmp_path, StoreConfig())
-    living = set(opened.catalog.embeddings(ALICE.id)[0])
-    assert opened.chunks.forget_stale(lambda key: key.fact in living) == 1
-    left = all_bytes(tmp_path)
-    assert kv not in left
-    assert kept_kv in left
-    assert opened.catalog.get(kept.id) is not None

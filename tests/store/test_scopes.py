@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from inferscale.core import Fact, Scope, Turn
 from inferscale.errors import InvalidScope
 from inferscale.store import Catalog
-from tests.store.helpers import VECTOR, fact_of
+from tests.store.helpers import VECTOR, add_turns, fact_of
 
 FIELD = st.none() | st.sampled_from(["a", "b", "*", "a' OR 1=1 --", "%"])
 
@@ -30,7 +30,7 @@ def test_every_path_reaches_what_the_scope_covers_and_nothing_else(
 ) -> None:
     catalog = Catalog(tmp_path_factory.mktemp("scopes") / "catalog.sqlite3", 5)
     facts = catalog.add_facts([(fact_of(f"fact {i}", owner), VECTOR) for i, owner in enumerate(owners)])
-    catalog.add_turns(owners[-1], [Turn("x", "said")])
+    add_turns(catalog, owners[-1], [Turn("x", "said")])
     ids = [fact.id for fact in facts]
     seen = [fact for fact in facts if query.covers(fact.scope)]
     unseen = [fact for fact in facts if not query.covers(fact.scope)]
@@ -39,8 +39,9 @@ def test_every_path_reaches_what_the_scope_covers_and_nothing_else(
     assert catalog.list(query, limit=2) == seen[:2]
     assert set(catalog.matching_scopes(query)) == {fact.scope.id for fact in seen}
     assert catalog.get_many(ids, within=query) == [fact if fact in seen else None for fact in facts]
-    assert [fact.id for fact in facts if catalog.history(fact.id, within=query)] == [fact.id for fact in seen]
-    assert all(catalog.scope_of(fact.id) == fact.scope for fact in facts)
+    tenants = [fact.id for fact in facts if fact.scope.tenant == query.tenant]
+    assert [fact.id for fact in facts if catalog.history(fact.id, query.tenant)] == tenants
+    assert catalog.get_many(tenants, within=query.tenant) == catalog.get_many(tenants)
 
     one = catalog.delete([ids[0]], within=query)
     assert [ref.fact for ref in one.deleted] == [fact.id for fact in seen if fact.id == ids[0]]

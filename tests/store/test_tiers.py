@@ -70,12 +70,6 @@ class TierMachine(RuleBasedStateMachine):
         self.store.discard([key[0]])
         self.oracle.pop(key[0], None)
 
-    @rule(fact=FACTS)
-    def forget_stale(self, fact: str) -> None:
-        stale = {key for key in self.oracle if key.fact == fact}
-        assert self.store.forget_stale(lambda key: key.fact != fact) == len(stale)
-        self.oracle = {k: v for k, v in self.oracle.items() if k not in stale}
-
     @rule()
     def clear(self) -> None:
         self.store.clear()
