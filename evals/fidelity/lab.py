@@ -34,6 +34,7 @@ class Way:
     window: int = 0
     companions: int = 0
     mode: str = "exact"
+    closest: str = "last"
 
 
 @dataclass(frozen=True, slots=True)
@@ -88,11 +89,12 @@ class Lab:
         scores = self.vectors @ self.embedder.embed([question])[0]
         return tuple(int(i) for i in np.argsort(-scores, kind="stable")[:k][::-1])
 
-    def companions(self, fact: int, count: int) -> list[int]:
-        """The `count` facts most similar to `fact`, the closest last."""
+    def companions(self, fact: int, count: int, closest: str) -> list[int]:
+        """The `count` facts most similar to `fact`, the closest last or first."""
         scores = self.vectors @ self.vectors[fact]
         scores[fact] = -np.inf
-        return [int(i) for i in np.argsort(-scores, kind="stable")[:count][::-1]]
+        nearest = [int(i) for i in np.argsort(-scores, kind="stable")[:count]]
+        return nearest[::-1] if closest == "last" else nearest
 
     def encode(self, way: Way, facts: Iterable[int]) -> None:
         """Make the KV of `facts` that is not there yet."""
@@ -104,7 +106,7 @@ class Lab:
             EncodeJob(
                 self.facts[i],
                 turn=self.turn_of[i] if way.window else None,
-                companions=tuple(self.facts[c] for c in self.companions(i, way.companions)),
+                companions=tuple(self.facts[c] for c in self.companions(i, way.companions, way.closest)),
             )
             for i in missing
         ]

@@ -36,7 +36,7 @@ MARKS = {"ok": ("ok", "green"), "note": ("--", "cyan"), "warning": ("!!", "yello
 
 INTRODUCTION = """Each question is answered twice from the same 20 memories: prefilled as prompt text, and injected as
 their KV. Times are to the first token, search included. Injected KV is close to prefilled text and not
-equal to it, so some answers differ; the packaged model is tiny, so some are wrong in both ways."""
+equal to it, so an answer may differ. The model is tiny: the questions are some that it can answer as text."""
 FAREWELL = """You saw the time to first token grow with the memories as text, and stay nearly flat with injected KV.
 Next: inferscale add "Rex is a collie.", then inferscale chat "Which breed is Rex?"."""
 

@@ -24,7 +24,7 @@ from inferscale.store.records import (
     Wall,
     drop_empty_scopes,
     embedding_bytes,
-    fact_from_row,
+    facts_from_rows,
     json_list,
     metadata_json,
     now,
@@ -140,7 +140,7 @@ class FactTable:
             rows = db.execute(
                 f"{_FROM_FACTS} WHERE {where} ORDER BY facts.seq LIMIT ?", (*values, -1 if limit is None else limit)
             )
-            return [fact_from_row(row) for row in rows]
+            return facts_from_rows(rows)
 
     def matching_scopes(self, scope: Scope) -> tuple[ScopeId, ...]:
         """Ids of the stored scopes that `scope` covers."""
@@ -257,7 +257,7 @@ def _select(db: sqlite3.Connection, fact_ids: Sequence[FactId], within: Wall) ->
     rows = db.execute(
         f"{_FROM_FACTS} WHERE facts.id IN (SELECT value FROM json_each(?)) AND {where}", (json_list(fact_ids), *values)
     )
-    return {fact.id: fact for fact in map(fact_from_row, rows)}
+    return {fact.id: fact for fact in facts_from_rows(rows)}
 
 
 def _matching(db: sqlite3.Connection, scope: Wall) -> tuple[ScopeId, ...]:

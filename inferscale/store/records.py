@@ -148,16 +148,25 @@ def owner_digest(scope: Scope, column: str) -> str | None:
     return None if value is None else digest([scope.tenant, column, value])
 
 
-def fact_from_row(row: tuple[Any, ...]) -> Fact:
-    """A row of FACT_COLUMNS."""
+def facts_from_rows(rows: Iterable[tuple[Any, ...]]) -> list[Fact]:
+    """Rows of FACT_COLUMNS. Facts of one owner share one `Scope`: checking it anew for each took half the time."""
+    scopes: dict[tuple[Any, ...], Scope] = {}
+    return [_fact(row, scopes) for row in rows]
+
+
+def _fact(row: tuple[Any, ...], scopes: dict[tuple[Any, ...], Scope]) -> Fact:
     fact_id, text, time, turn_id, metadata, created_at, updated_at, tenant, user, agent, run = row
+    owner = (tenant, user, agent, run)
+    scope = scopes.get(owner)
+    if scope is None:
+        scope = scopes[owner] = Scope(user=user, agent=agent, run=run, tenant=tenant)
     return Fact(
         id=FactId(fact_id),
         text=text,
-        scope=Scope(user=user, agent=agent, run=run, tenant=tenant),
+        scope=scope,
         time=time,
         turn_id=None if turn_id is None else TurnId(turn_id),
-        metadata=json.loads(metadata),
+        metadata=json.loads(metadata) if metadata != "{}" else {},
         created_at=created_at,
         updated_at=updated_at,
     )
