@@ -13,12 +13,13 @@ from uuid import uuid4
 
 from inferscale.answer import Answerer, Reply, ReplyStream
 from inferscale.config import MemoryConfig, Sampling, from_dict, home
-from inferscale.core import ChunkKey, Fact, FactId, Hit, Scope, Turn, clean_text, render_fact, token_digest
+from inferscale.core import ChunkKey, Fact, FactId, Hit, Scope, Turn, render_fact, token_digest
 from inferscale.engine.base import Engine
 from inferscale.errors import InvalidInput, MemoryNotFound, StoreMismatch
-from inferscale.facts import FactExtractor, create_extractor
+from inferscale.facts import FactExtractor
 from inferscale.index import create_index
 from inferscale.index.embed import Embedder, SentenceTransformerEmbedder
+from inferscale.intake import Intake
 from inferscale.mirror import Mirror
 from inferscale.models import resolve_model
 from inferscale.retrieve import create_retriever
@@ -87,8 +88,7 @@ class Memory:
         )
         recipe = engine.recipe(self.config.encode)
         self._recipe = recipe.id
-        self._max_fact_tokens = engine.spec.max_positions // 4
-        self._extractor = extractor or create_extractor(max_chars=min(1000, self._max_fact_tokens))
+        self._intake = Intake(engine.prompt, engine.spec.max_positions // 4, extractor)
         self._tokens = lru_cache(maxsize=1 << 16)(self._tokenise)
         self._store = open_store(self.path, self.config.store, self._on_corrupt)
         try:
@@ -142,7 +142,7 @@ class Memory:
         scope = self._scope(user_id=user_id, agent_id=agent_id, run_id=run_id)
         turns = name_turns(parse_turns(messages, timestamp))
         details = parse_metadata(metadata)
-        drafts = [(turns[at], text) for text, at in self._drafts(turns, infer)]
+        drafts = [(turns[at], text) for text, at in self._intake.drafts(turns, infer)]
         ids, events = self._remember(scope, drafts, turns, details)
         shown = zip(ids, drafts, events, strict=True)
         return {"results": [{"id": fact, "memory": text, "event": event} for fact, (_, text), event in shown]}
@@ -155,7 +155,7 @@ class Memory:
         said = list(dict.fromkeys(replace(turn, id=None) for turn, _ in facts if turn is not None))
         turns = dict(zip(said, name_turns(said), strict=True))
         drafts = [
-            (turns[replace(turn, id=None)] if turn else None, self._checked(text, turn.time if turn else None))
+            (turns[replace(turn, id=None)] if turn else None, self._intake.checked(text, turn.time if turn else None))
             for turn, text in facts
         ]
         return self._remember(scope, drafts, list(turns.values()), {})[0]
@@ -219,7 +219,7 @@ class Memory:
         fact = self._require(memory_id)
         vector = None
         if text is not None:
-            text = self._checked(text, fact.time)
+            text = self._intake.checked(text, fact.time)
             (vector,) = self._embedder.embed([render_fact(text, fact.time)])
         merged = None if metadata is None else {**fact.metadata, **parse_metadata(metadata)}
         dependents = self._store.catalog.dependents([fact.id]) if text is not None else []
@@ -349,37 +349,6 @@ class Memory:
         tokens, token_ids = self._tokens(fact.line)
         return ChunkKey(fact.scope.id, fact.id, self._recipe, tokens), token_ids
 
-    def _checked(self, text: str, time: str | None) -> str:
-        """A fact's text, refused if no request could ever hold it."""
-        text = clean_text(text).strip()
-        if not self._fits(text, time):
-            raise InvalidInput(
-                f"One memory may take {self._max_fact_tokens} tokens with this model, a quarter of its context; "
-                f"this text of {len(text)} characters takes more. Split it, or add it with infer=True."
-            )
-        return text
-
-    def _fits(self, text: str, time: str | None) -> bool:
-        # A token rarely spans 32 characters: what is far too long is not tokenised only to be refused.
-        if len(text) > 32 * self._max_fact_tokens:
-            return False
-        return len(self.engine.prompt.fact_ids(render_fact(text, time))) <= self._max_fact_tokens
-
-    def _drafts(self, turns: Sequence[Turn], infer: bool) -> list[tuple[str, int]]:
-        """Texts to remember and the index of the turn that each came from."""
-        if not infer:
-            return [(self._checked(turn.text, turn.time), at) for at, turn in enumerate(turns)]
-        found = [(fact.text, fact.turn_index) for fact in self._extractor.extract(turns)]
-        return [(piece, at) for text, at in found for piece in self._pieces(text, turns[at].time)]
-
-    def _pieces(self, text: str, time: str | None) -> list[str]:
-        """The text, halved until each piece fits: some scripts take several tokens a character."""
-        if self._fits(text, time) or len(text) < 2:
-            return [self._checked(text, time)]
-        middle = text.rfind(" ", len(text) // 4, len(text) // 2) + 1 or len(text) // 2
-        halves = (text[:middle].strip(), text[middle:].strip())
-        return [piece for half in halves if half for piece in self._pieces(half, time)]
-
     def _remember(
         self, scope: Scope, drafts: Sequence[tuple[Turn | None, str]], turns: Sequence[Turn], details: dict[str, Any]
     ) -> tuple[list[FactId], list[str]]:
@@ -401,9 +370,10 @@ class Memory:
             ids.append(same)
         if not new:
             return ids, events
-        sources = {fact.turn_id for fact in new}
-        kept = turns if self.config.encode.window else [turn for turn in turns if turn.id in sources]
-        again = [(i, turn.id) for i, (turn, _) in zip(ids, drafts, strict=True) if turn and turn.id and turn in kept]
+        sources = {turn.id for turn in turns} if self.config.encode.window else {fact.turn_id for fact in new}
+        kept = [turn for turn in turns if turn.id in sources]
+        said = [(fact, turn.id) for fact, (turn, _) in zip(ids, drafts, strict=True) if turn and turn.id in sources]
+        again = [(fact, turn) for fact, turn in said if turn is not None]
         vectors = self._embedder.embed([fact.line for fact in new])
         self._store.catalog.add_facts(list(zip(new, vectors, strict=True)), kept, again)
         self._mirror.put(scope.id, [fact.id for fact in new])

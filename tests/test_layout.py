@@ -12,7 +12,7 @@ PACKAGE = Path(__file__).parent.parent / "inferscale"
 FOUNDATION = {"core", "errors", "config"}
 STAGES = [
     "facts", "decoder", "models", "encode", "store", "index", "retrieve", "compose", "engine",
-    "shapes", "mirror", "upkeep", "answer", "memory", "doctor", "demo", "serve", "cli",
+    "shapes", "intake", "mirror", "upkeep", "answer", "memory", "doctor", "demo", "serve", "cli",
 ]  # fmt: skip
 FILES = sorted(PACKAGE.rglob("*.py"))
 

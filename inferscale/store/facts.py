@@ -80,7 +80,10 @@ class FactTable:
                     _insert(db, fact, vector)
                     _record(db, fact, "ADD", None, fact.text, fact.updated_at)
                 said = [(fact.id, fact.turn_id) for fact in added if fact.turn_id is not None]
-                db.executemany("INSERT OR IGNORE INTO fact_turns VALUES (?, ?)", [*said, *said_again])
+                db.executemany(  # a fact that is said again may have been deleted meanwhile
+                    "INSERT OR IGNORE INTO fact_turns SELECT ?1, ?2 WHERE EXISTS (SELECT 1 FROM facts WHERE id = ?1)",
+                    [*said, *said_again],
+                )
                 announce(db, "put", [FactRef(fact.scope.id, fact.id) for fact in added])
         return added
 
