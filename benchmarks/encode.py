@@ -4,7 +4,9 @@
 
 A whole conversation's facts behind the header and w turns, without companions. "exact" computes the
 window again for every fact, "streaming" every turn once. With --sample N the exact way runs on every
-Nth fact (its cost a fact does not depend on the others) and its seconds are scaled up. "tokens" is what a way computes: the lower bound is 2 FLOPs a token and parameter.
+Nth fact (its cost a fact does not depend on the others) and its seconds are scaled up. One run a mode;
+the interval resamples the times between facts. "tokens" is what a way computes: the lower bound is
+2 FLOPs a token and parameter.
 """
 
 from __future__ import annotations
