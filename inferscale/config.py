@@ -49,7 +49,7 @@ class EncodeConfig(Checked):
     window: int = 0
     """Turns before a fact's turn that the encoder attends to and discards."""
     companions: int = 5
-    """Most similar facts of the same scope placed between header and fact, closest last."""
+    """Most similar facts of the same scope placed between header and fact, closest first."""
     mode: str = "streaming"
     """How turns are encoded: "exact" (one pass a fact) or "streaming" (each turn once)."""
     batch_tokens: int = 512

@@ -258,7 +258,7 @@ class Upkeep:
         earliest = min((place[fact.turn_id] for fact in facts if fact.turn_id in place), default=0)
         jobs, sources = [], []
         for fact, row in zip(facts, near, strict=True):
-            companions = [known[other] for other, _ in reversed(row) if other in known]
+            companions = [known[other] for other, _ in row if other in known]
             at = place.get(fact.turn_id)
             before = turns[self._first_source(at, earliest) : at] if at is not None else []
             jobs.append(

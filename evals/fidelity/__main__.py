@@ -44,7 +44,7 @@ COMPARED = (
     Way("header, 20 turns", window=20),
     Way("header, 20 turns, streaming", window=20, mode="streaming"),
     *(Way(f"companions {n}", companions=n) for n in (2, 5, 10) if n != SETTINGS.companions),
-    Way("companions 5, closest first", companions=5, closest="first"),
+    Way("companions 5, closest last", companions=5, closest="last"),
     Way("companions 5 + 5 turns", companions=5, window=5),
 )
 MAIN_K, HOT = 20, (2, 5)
@@ -56,8 +56,8 @@ TARGETS = {"kl_inject": (0.10, "at most"), "top1_inject": (0.88, "at least"), "k
 class Run:
     """Collects one row a measurement; what is there already is not measured again."""
 
-    def __init__(self, report: Report, compared: int, sizes: Sequence[int]) -> None:
-        self.report, self.compared, self.sizes = report, compared, sizes
+    def __init__(self, report: Report, compared: int, everywhere: Sequence[str], sizes: Sequence[int]) -> None:
+        self.report, self.compared, self.everywhere, self.sizes = report, compared, everywhere, sizes
         self.done = {tuple(row[key] for key in KEY) for row in report.rows}
 
     def conversation(self, name: str, lab: Lab, chosen: Sequence[LocomoQuestion]) -> None:
@@ -80,7 +80,8 @@ class Run:
         if k == MAIN_K:
             ways.append((None, 0))
             ways += [(way, 0) for way in COMPARED if number < self.compared]
-        for way, hot in ways:
+            ways += [(way, hot) for way in COMPARED if way.name in self.everywhere for hot in (0, *HOT)]
+        for way, hot in dict.fromkeys(ways):
             if (name, number, way.name if way else NOTHING, k, hot) not in self.done:
                 yield way, hot
 
@@ -168,6 +169,9 @@ def main() -> None:
     options.add_argument("--data", type=Path, metavar="FILE", help="conversations in LoCoMo's shape")
     options.add_argument("--questions", type=int, default=10, help="questions a conversation (default 10)")
     options.add_argument("--compared", type=int, default=4, help="of these, measured in every way (default 4)")
+    options.add_argument(
+        "--everywhere", action="append", default=[], metavar="WAY", help="a way to measure on all questions"
+    )
     options.add_argument("--model", default="smollm2-135m-instruct")
     options.add_argument("--seed", type=int, default=0, help="which questions are drawn")
     args = options.parse_args()
@@ -180,7 +184,7 @@ def main() -> None:
     settings = {"model": engine.spec.name, "dtype": "float32", "seed": args.seed}
     settings |= {"data": args.data.name if args.data else "demo conversation"}
     report = Report("fidelity", settings, rows=earlier(args.json, settings))
-    run = Run(report, args.compared, (5, 20) if args.quick else (5, 20, 50))
+    run = Run(report, args.compared, args.everywhere, (5, 20) if args.quick else (5, 20, 50))
     with torch.inference_mode():
         for conversation in conversations:
             chosen = [qa for qa in conversation.questions if qa.answer and qa.category != 5]

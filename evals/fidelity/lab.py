@@ -34,7 +34,7 @@ class Way:
     window: int = 0
     companions: int = 0
     mode: str = "exact"
-    closest: str = "last"
+    closest: str = "first"
 
 
 @dataclass(frozen=True, slots=True)

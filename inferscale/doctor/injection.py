@@ -96,7 +96,7 @@ def check_composed(engine: TransformersEngine) -> Check:
     vectors = embed([*(text for text, _ in FACTS), *QUESTIONS])
     near = np.argsort(vectors[: len(facts)] @ vectors[: len(facts)].T)
     companions = [
-        tuple(facts[other] for other in [o for o in row if o != at][-config.companions :]) if config.companions else ()
+        tuple(facts[other] for other in [o for o in row[::-1] if o != at][: config.companions])
         for at, row in enumerate(near)
     ]
     kv = _encode(engine, facts, companions)

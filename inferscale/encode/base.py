@@ -24,7 +24,7 @@ class EncodeJob:
     """One fact to encode: its tokens and what stands before it.
 
     `turn` is the index of the fact's own turn in the conversation given to `encode`; the window is
-    the turns just before it. None: no window. `companions` are token ids, the closest last.
+    the turns just before it. None: no window. `companions` are token ids, the closest first.
     """
 
     fact: TokenIds

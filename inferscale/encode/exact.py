@@ -9,7 +9,7 @@ import torch
 from inferscale.core import ChunkKV
 from inferscale.decoder.base import LayerwiseDecoder
 from inferscale.encode.base import Encoded, EncodeJob, Encoder, TokenIds
-from inferscale.encode.fit import clip_turns, fit_last, window_start
+from inferscale.encode.fit import clip_turns, fit_first, window_start
 from inferscale.encode.packed import Batch, Branch, cut, place, run
 
 
@@ -41,7 +41,7 @@ class ExactEncoder(Encoder):
     def _sequence(self, job: EncodeJob, turns: Sequence[TokenIds]) -> list[int]:
         """A job's tokens behind the header."""
         room = self._decoder.spec.max_positions - len(self._header) - len(job.fact)
-        companions = fit_last(job.companions, room)
+        companions = fit_first(job.companions, room)
         first = window_start(turns, job.turn, self._window, room - sum(map(len, companions)))
         window = turns[first : job.turn] if job.turn is not None else ()
         return [token for part in (*window, *companions, job.fact) for token in part]

@@ -19,6 +19,11 @@ def fit_last(parts: Sequence[S], room: int) -> Sequence[S]:
     return parts[first:]
 
 
+def fit_first(parts: Sequence[S], room: int) -> Sequence[S]:
+    """The longest head of `parts` whose tokens together fit `room`."""
+    return fit_last(parts[::-1], room)[::-1]
+
+
 def window_start(turns: Sequence[TokenIds], turn: int | None, window: int, room: int) -> int:
     """Index of the first turn of the window of `window` turns before `turn` that fits `room` tokens."""
     if turn is None:

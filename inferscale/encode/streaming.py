@@ -16,7 +16,7 @@ from inferscale.core import ChunkKV
 from inferscale.decoder.base import LayerwiseDecoder, Mask
 from inferscale.encode.base import Encoded, EncodeJob, Encoder, TokenIds
 from inferscale.encode.exact import ExactEncoder
-from inferscale.encode.fit import clip_turns, fit_last
+from inferscale.encode.fit import clip_turns, fit_first, fit_last
 from inferscale.encode.packed import Batch, Branch, cut, place, run
 
 
@@ -106,7 +106,7 @@ class StreamingEncoder(Encoder):
         for index in block.jobs:
             job = jobs[index]
             trunk = starts[job.turn or 0]
-            companions = fit_last(job.companions, self._decoder.spec.max_positions - trunk - len(job.fact))
+            companions = fit_first(job.companions, self._decoder.spec.max_positions - trunk - len(job.fact))
             tokens = [token for part in (*companions, job.fact) for token in part]
             hidden = (len(self._header), starts[max(block.oldest, (job.turn or 0) - self._window)])
             branches.append(Branch(len(ids), len(ids) + len(tokens), trunk, hidden))

@@ -155,19 +155,16 @@ def test_streaming_sees_header_and_window_only_in_one_pass() -> None:
     torch.testing.assert_close(kv.values, expected, rtol=1e-5, atol=2e-5)
 
 
-@pytest.mark.parametrize("kind", [ExactEncoder, StreamingEncoder])
-def test_context_that_does_not_fit_is_left_out_oldest_first(kind: type[ExactEncoder] | type[StreamingEncoder]) -> None:
+def test_context_that_does_not_fit_is_left_out_the_least_useful_first() -> None:
     decoder = tiny_decoder("llama", "default", max_position_embeddings=64)
     header = encode_header(decoder, HEADER)
     turns = [tokens(14, seed=i) for i in range(6)]
-    fact = tokens(20, 9)
-    (kv,) = results(
-        kind(decoder, header, window=5), [EncodeJob(fact, turn=5, companions=(tokens(40, 3), tokens(6, 4)))], turns
-    )
-    before = HEADER + turns[4] + tokens(6, 4)  # 9 + 14 + 6 + 20 = 49; one more turn would make 63, one companion 89
-    before = HEADER + turns[3] + before[len(HEADER) :] if kind is ExactEncoder else before
-    if kind is ExactEncoder:
-        assert_same(kv, *dense(decoder, before, fact))
+    fact, near, far = tokens(20, 9), tokens(6, 4), tokens(40, 3)
+    job = EncodeJob(fact, turn=5, companions=(near, far))  # the closest first
+    (kv,) = results(ExactEncoder(decoder, header, window=5), [job], turns)
+    # 64 positions: header 9, fact 20, near 6 leave 29, which is two turns of 14 and not `far`.
+    assert_same(kv, *dense(decoder, HEADER + turns[3] + turns[4] + near, fact))
+    (kv,) = results(StreamingEncoder(decoder, header, window=5), [job], turns)
     assert bool(kv.keys.isfinite().all())
 
 

@@ -83,6 +83,25 @@ def test_companions_are_the_nearest_facts_of_the_same_scope_only(open_memory: An
     assert len(sources) == len(ids)
 
 
+def test_companions_stand_closest_first_and_as_they_are_served(open_memory: Any) -> None:
+    memory = open_memory(config=MemoryConfig(encode=EncodeConfig(companions=3)))
+    seen: list[EncodeJob] = []
+
+    class Watch(DeletesMeanwhile):
+        def encode(self, jobs: Sequence[EncodeJob], turns: Sequence[TokenIds] = ()) -> Iterator[Encoded]:
+            seen.extend(jobs)
+            return self.encoder.encode(jobs, turns)
+
+    memory._upkeep._encoder = Watch(memory._upkeep._encoder)
+    ids = memory.add_facts([(None, fact) for fact in FACTS], Scope(user="alice"))
+    memory.flush(60)
+    text = dict(zip(ids, FACTS, strict=True))
+    nearest = memory._index.similar(Scope(user="alice").id, ids, 3)
+    lines = {memory.engine.prompt.fact_ids(f"- {fact}\n"): fact for fact in FACTS}
+    for job, row in zip(seen, nearest, strict=True):
+        assert [lines[companion] for companion in job.companions] == [text[other] for other, _ in row]
+
+
 def test_new_facts_that_change_a_facts_companions_get_it_encoded_again(open_memory: Any) -> None:
     memory = open_memory(config=MemoryConfig(encode=EncodeConfig(companions=2)))
     (rex,) = fill(memory, FACTS[:1])
