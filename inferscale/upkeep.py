@@ -164,9 +164,16 @@ class Upkeep:
         while not self._closed:
             taken = self._take()
             if taken is None:
-                self._store.catalog.scrub()  # a reader elsewhere may have held back the end of a deletion
+                self._scrub()
             else:
                 self._attempt(*taken)
+
+    def _scrub(self) -> None:
+        """Finish a deletion whose end a reader in another process held back."""
+        try:
+            self._store.catalog.scrub()
+        except InferScaleError as error:
+            log.warning("bytes of a deleted memory may remain in the log until the next try: %s", error)
 
     def _attempt(self, scope: ScopeId, tries: dict[FactId, int]) -> None:
         """Encode a group; what is not published then waits again, one at a time, or is given up with the reason."""
