@@ -20,6 +20,7 @@ import inferscale
 from inferscale import Engine
 from inferscale.cli import main
 from inferscale.cli.session import shown
+from inferscale.engine.transformers import TransformersEngine
 
 COMMANDS = ["demo", "chat", "add", "search", "list", "forget", "encode", "bench", "models", "doctor"]
 COMMAND = [sys.executable, "-m", "inferscale"]
@@ -31,6 +32,7 @@ def loaded_once() -> Iterator[None]:
     """Commands that run in this process share a loaded model: loading takes longer than what they do."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(Engine, "from_pretrained", staticmethod(lru_cache(Engine.from_pretrained)))
+        patch.setattr(TransformersEngine, "close", lambda _: None)  # the next command gets the same engine
         yield
 
 
