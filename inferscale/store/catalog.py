@@ -40,11 +40,6 @@ class Catalog(FactTable, TurnTable, DerivationTable, ChangeFeed):
             row = db.execute("SELECT value FROM meta WHERE key = ?", (key,)).fetchone()
         return None if row is None else str(row[0])
 
-    def meta_set(self, key: str, value: str) -> None:
-        """Keep a setting, replacing an earlier value."""
-        with self._db.write() as db:
-            db.execute("INSERT OR REPLACE INTO meta VALUES (?, ?)", (key, value))
-
     def scrub(self) -> bool:
         """Finish a deletion whose bytes a reader in another process kept in the WAL; False if it still does."""
         return self._db.scrub_if_due()

@@ -242,8 +242,8 @@ def test_deleting_a_fact_deletes_every_turn_that_said_it(catalog: Catalog) -> No
 
 def test_meta_is_kept(catalog: Catalog, tmp_path: Path) -> None:
     assert catalog.meta_get("embedder") is None
-    catalog.meta_set("embedder", "a")
-    catalog.meta_set("embedder", "b")
+    catalog.adopt({"embedder": "a"})
+    catalog.adopt({"embedder": "b"})
     assert Catalog(tmp_path / "catalog.sqlite3", 5).meta_get("embedder") == "b"
 
 
@@ -322,7 +322,7 @@ def test_a_foreign_database_and_a_newer_schema_are_refused(tmp_path: Path) -> No
     foreign.close()
     with pytest.raises(StoreDamaged, match="not a catalog"):
         Catalog(tmp_path / "foreign", 1)
-    Catalog(tmp_path / "new", 1).meta_set("schema_version", "2")
+    Catalog(tmp_path / "new", 1).adopt({"schema_version": "2"})
     with pytest.raises(StoreMismatch, match="upgrade"):
         Catalog(tmp_path / "new", 1)
 
