@@ -3,10 +3,10 @@
 What is to be done is never stored: a fact without a chunk under its present key is waiting, so a
 killed process resumes by looking. Publishing a chunk is ordered against deletion (invariants 6, 8):
 
-1. record the sources (companions, window turns) in the catalog, refused if one is gone;
+1. add the sources (companions, window turns) to the catalog's record, refused if one is gone;
 2. write the chunk;
-3. look again: if a source went meanwhile, its deletion may have looked for this chunk too early,
-   so the chunk is deleted and the fact waits again.
+3. replace the record. If a source went or changed meanwhile, its deletion may have looked for this
+   chunk too early, so the chunk is deleted and the fact waits again.
 """
 
 from __future__ import annotations

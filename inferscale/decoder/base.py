@@ -48,8 +48,8 @@ class LayerwiseDecoder(ABC):
     """One decoder model, walked layer by layer. No call mutates its inputs; none needs gradients.
 
     `exclusive` is held for a whole forward pass. On a CPU it is a lock: two passes at once would each
-    wake a thread for every core, and threads that wait for each other make both many times slower
-    than one after the other. A GPU queues by itself.
+    wake a thread for every core, and threads that wait for each other make both slower than one
+    after the other (docs/LOG.md). A GPU queues by itself.
     """
 
     spec: ModelSpec
