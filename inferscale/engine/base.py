@@ -128,6 +128,10 @@ class Engine(ABC):
         self.recipes.add(recipe.id)
         return recipe
 
+    def health(self) -> str | None:
+        """None if requests can be answered now, else one sentence that says why not. Never waits."""
+        return None
+
     @abstractmethod
     def close(self) -> None:
         """Let go of the model; the engine is not used afterwards. Idempotent."""
