@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Generator, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Any
@@ -11,7 +11,7 @@ from typing import Any
 from inferscale.compose import PlanFact, build_plan
 from inferscale.config import Sampling
 from inferscale.core import ChunkKey, Fact, Hit, Plan, RecipeId, Scope
-from inferscale.engine.base import Engine, GenerationStream, Request
+from inferscale.engine.base import Engine, GenerationStream, Pieces, Request
 from inferscale.engine.prompt import Message
 from inferscale.errors import InvalidInput, PromptTooLong
 from inferscale.mirror import Mirror
@@ -20,8 +20,35 @@ from inferscale.shapes import item
 from inferscale.store import FactRef, Store
 
 MODES = ("inject", "text", "off")
+QUERY_CHARS = 2000
+"""Of a text to continue, this many last characters are what memories are looked up by."""
 
 KeyOf = Callable[[Fact], tuple[ChunkKey, tuple[int, ...]]]
+
+
+@dataclass(frozen=True, slots=True)
+class Wanted:
+    """What a caller wants of an answer; see `Memory.stream`. `scope` is None in mode "off" and only there."""
+
+    scope: Scope | None
+    mode: str
+    top_k: int
+    hot: int
+    token_budget: int | None
+    sampling: Sampling
+
+    def __post_init__(self) -> None:
+        if self.mode not in MODES:
+            raise InvalidInput(f"mode must be one of {', '.join(MODES)}, got {self.mode!r}.")
+
+
+@dataclass(frozen=True, slots=True)
+class _Layout:
+    """A prompt without its memories: they go between header and tail, and are looked up by `query`."""
+
+    header: tuple[int, ...]
+    tail: tuple[int, ...]
+    query: str
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,17 +73,23 @@ class Reply:
     timings: dict[str, float]
 
 
-class ReplyStream(Iterator[str]):
-    """Pieces of an answer as they come; `reply` once it is finished (it reads the rest first)."""
+class ReplyStream(Pieces):
+    """Pieces of an answer as they come; `reply` once it is finished (it reads the rest first).
+
+    `close` abandons the answer: the engine stops, and background work no longer gives way to it.
+    Leaving a `with` closes too. `reply` is then what there was until the end.
+    """
 
     def __init__(
         self, pieces: GenerationStream, reply: Callable[[], Reply], busy: AbstractContextManager[None]
     ) -> None:
-        self._pieces = _within(busy, pieces)
+        super().__init__(_within(busy, pieces))
+        self._generation = pieces
         self._reply = reply
 
-    def __next__(self) -> str:
-        return next(self._pieces)
+    def close(self) -> None:
+        super().close()
+        self._generation.close()  # of an answer that was never started, too
 
     @property
     def reply(self) -> Reply:
@@ -66,8 +99,8 @@ class ReplyStream(Iterator[str]):
         return self._reply()
 
 
-def _within(busy: AbstractContextManager[None], pieces: Iterator[str]) -> Iterator[str]:
-    with busy:
+def _within(busy: AbstractContextManager[None], pieces: GenerationStream) -> Generator[str]:
+    with busy, pieces:
         yield from pieces
 
 
@@ -97,82 +130,94 @@ class Answerer:
         self._want = want
         self._foreground = foreground
 
-    def stream(
-        self,
-        conversation: Sequence[Message],
-        scope: Scope,
-        *,
-        mode: str,
-        top_k: int,
-        hot: int,
-        token_budget: int | None,
-        sampling: Sampling,
-    ) -> ReplyStream:
+    def stream(self, conversation: Sequence[Message], wanted: Wanted) -> ReplyStream:
         """Start an answer; see `Memory.stream`."""
-        if mode not in MODES:
-            raise InvalidInput(f"mode must be one of {', '.join(MODES)}, got {mode!r}.")
         began = time.perf_counter()
-        tail = self._engine.prompt.tail_ids(conversation)
-        room = self._room(tail, sampling)
-        budget = room if token_budget is None else min(room, token_budget)
+        if wanted.scope is None:
+            layout = _Layout((), self._engine.prompt.plain_ids(conversation), "")
+        else:
+            layout = _Layout(*self._engine.prompt.layout(conversation), conversation[-1].content)
+        return self._start(layout, wanted, began, str.strip)
+
+    def complete(self, prompt: str, wanted: Wanted) -> ReplyStream:
+        """Start to continue a text; see `Memory.complete`."""
+        began = time.perf_counter()
+        if wanted.scope is None:
+            layout = _Layout((), self._engine.prompt.raw_ids(prompt), "")
+        else:
+            layout = _Layout(*self._engine.prompt.completion(prompt), prompt[-QUERY_CHARS:])
+        return self._start(layout, wanted, began, str)
+
+    def _start(self, layout: _Layout, wanted: Wanted, began: float, shown: Callable[[str], str]) -> ReplyStream:
+        """Recall, plan and hand over to the engine; `shown` makes the reply's text of what was generated."""
         timings = {"embed": 0.0, "search": 0.0}
-        hits: list[Hit] = []
+        room = self._room(layout, wanted.sampling)
         with self._foreground():
-            if mode != "off" and top_k > 0:
-                hits = self._recall(conversation[-1].content, scope, top_k, budget, timings)
+            hits = self._recall(layout.query, wanted, room, timings)
             recalled = time.perf_counter()
-            plan = self._plan(scope, hits, hot if mode == "inject" else 0, with_kv=mode == "inject")
-            injected = plan if mode == "inject" else None
-            request = Request((*plan.prompt_ids, *tail), injected, sampling, self._store.chunks)
+            plan = None if wanted.scope is None else self._plan(wanted.scope, layout.header, hits, wanted)
+            before_tail = () if plan is None else plan.prompt_ids
+            injected = plan if wanted.mode == "inject" else None
+            request = Request((*before_tail, *layout.tail), injected, wanted.sampling, self._store.chunks)
             generation = self._engine.stream(request)
             timings["plan"] = time.perf_counter() - recalled
         before = time.perf_counter() - began
 
         def reply() -> Reply:
             done = generation.result
+            injected_facts = len(plan.chunks) if plan is not None and done.injected_tokens else 0
             return Reply(
-                text=done.text.strip(),
+                text=shown(done.text),
                 memories=[item(hit.fact, hit.score) for hit in hits],
-                mode=mode,
+                mode=wanted.mode,
                 fallback=done.fallback,
                 finish_reason=done.finish_reason,
                 prompt_tokens=done.prompt_tokens,
                 injected_tokens=done.injected_tokens,
-                text_memories=len(hits) - (len(plan.chunks) if done.injected_tokens else 0),
+                text_memories=len(hits) - injected_facts,
                 timings={**timings, **done.timings, "first_token": before + done.timings["first_token"]},
             )
 
         return ReplyStream(generation, reply, self._foreground())
 
-    def _room(self, tail: Sequence[int], sampling: Sampling) -> int:
+    def _room(self, layout: _Layout, sampling: Sampling) -> int:
         """Tokens left for memories once header, conversation and some answer have theirs."""
-        context, header = self._engine.spec.max_positions, len(self._engine.prompt.header_ids)
-        room = context - header - len(tail) - 1
+        context, taken = self._engine.spec.max_positions, len(layout.header) + len(layout.tail)
+        room = context - taken - 1
         if room < 0:
+            header = f", {len(layout.header)} of them in the header (system prompt included)" if layout.header else ""
             raise PromptTooLong(
-                f"The conversation takes {len(tail)} tokens and the header {header}; this model's context holds "
-                f"{context}. Shorten the conversation."
+                f"The prompt takes {taken} tokens without any memory{header}; this model's context holds {context}, "
+                "one of them for the answer. Shorten the conversation or its system prompt."
             )
         return max(0, room - min(sampling.max_tokens - 1, context // 8))
 
-    def _recall(self, query: str, scope: Scope, top_k: int, budget: int, timings: dict[str, float]) -> list[Hit]:
+    def _recall(self, query: str, wanted: Wanted, room: int, timings: dict[str, float]) -> list[Hit]:
+        if wanted.scope is None or not wanted.top_k:
+            return []
+        budget = room if wanted.token_budget is None else min(room, wanted.token_budget)
         began = time.perf_counter()
         vector = self._retriever.embed(query)
         embedded = time.perf_counter()
-        self._mirror.ensure(self._store.catalog.matching_scopes(scope))
+        self._mirror.ensure(self._store.catalog.matching_scopes(wanted.scope))
         hits = self._retriever.search(
-            vector, scope, top_k, token_budget=budget, count_tokens=lambda fact: len(self._key_of(fact)[1])
+            vector,
+            wanted.scope,
+            wanted.top_k,
+            token_budget=budget,
+            count_tokens=lambda fact: len(self._key_of(fact)[1]),
         )
         timings |= {"embed": embedded - began, "search": time.perf_counter() - embedded}
         return hits
 
-    def _plan(self, scope: Scope, hits: Sequence[Hit], hot: int, *, with_kv: bool) -> Plan:
+    def _plan(self, scope: Scope, header: Sequence[int], hits: Sequence[Hit], wanted: Wanted) -> Plan:
+        inject = wanted.mode == "inject"
         facts, missing = [], []
         for hit in hits:
             key, token_ids = self._key_of(hit.fact)
-            there = with_kv and self._store.chunks.contains(key)
+            there = inject and self._store.chunks.contains(key)
             facts.append(PlanFact(token_ids, key if there else None))
-            if with_kv and not there:
+            if inject and not there:
                 missing.append(FactRef(hit.fact.scope.id, hit.fact.id))
         self._want(missing)
-        return build_plan(scope, self._recipe, self._engine.prompt.header_ids, facts, min(hot, len(facts)))
+        return build_plan(scope, self._recipe, header, facts, min(wanted.hot, len(facts)) if inject else 0)

@@ -11,9 +11,9 @@ from types import TracebackType
 from typing import Any, TypedDict, Unpack
 from uuid import uuid4
 
-from inferscale.answer import Answerer, Reply, ReplyStream
+from inferscale.answer import Answerer, Reply, ReplyStream, Wanted
 from inferscale.config import MemoryConfig, Sampling, from_dict, home
-from inferscale.core import ChunkKey, Fact, FactId, Hit, Scope, Turn, render_fact, token_digest
+from inferscale.core import ChunkKey, Fact, FactId, Hit, Scope, Turn, clean_text, render_fact, token_digest
 from inferscale.engine.base import Engine
 from inferscale.errors import InvalidInput, MemoryNotFound, StoreMismatch
 from inferscale.facts import FactExtractor
@@ -279,21 +279,40 @@ class Memory:
     ) -> ReplyStream:
         """Answer piece by piece; `messages` is a question, or a conversation that ends with one.
 
-        `mode`: "inject" places the memories' KV, "text" prefills the very same tokens, "off" uses no
-        memory. `hot` leaves the best facts as text behind the injected ones. Memories that do not fit
-        the model are left out, the least relevant first. Raises PromptTooLong if the conversation
-        alone does not fit.
+        System messages at its beginning are the application's own prompt: they stand in the header,
+        before the memories. `mode`: "inject" places the memories' KV, "text" prefills the very same
+        tokens, "off" sends the conversation as it is, without memories and the instruction to use
+        them, and needs no owner. `hot` leaves the best facts as text behind the injected ones.
+        Memories that do not fit the model are left out, the least relevant first. Raises
+        PromptTooLong if the conversation alone does not fit.
         """
-        settings = self.config.retrieve
-        return self._answerer.stream(
-            parse_conversation(messages),
-            self._scope(user_id=user_id, agent_id=agent_id, run_id=run_id),
-            mode=mode,
-            top_k=settings.top_k if top_k is None else parse_count(top_k, "top_k"),
-            hot=settings.hot if hot is None else parse_count(hot, "hot"),
-            token_budget=settings.token_budget,
-            sampling=sampling or Sampling(),
-        )
+        owners = {"user_id": user_id, "agent_id": agent_id, "run_id": run_id}
+        return self._answerer.stream(parse_conversation(messages), self._wanted(owners, mode, top_k, hot, sampling))
+
+    def complete(
+        self,
+        prompt: str,
+        *,
+        user_id: str | None = None,
+        agent_id: str | None = None,
+        run_id: str | None = None,
+        mode: str = "inject",
+        top_k: int | None = None,
+        hot: int | None = None,
+        sampling: Sampling | None = None,
+    ) -> ReplyStream:
+        """Continue a text piece by piece, as a base model does: no turn is opened or closed behind it.
+
+        The prompt is the default header (the template's opening and the instruction), the memories
+        one a line, a blank line, and `prompt`: one document that the model goes on writing, so a
+        prompt like "Rex's breed is" gets its next words. Memories are looked up by the last 2,000
+        characters. With `mode="off"` the model sees `prompt` alone, behind BOS if its tokenizer
+        puts one there. Control tokens that are spelled out in `prompt` stay text. Pieces and the
+        reply's text keep their leading and trailing space. Options and errors are those of `stream`.
+        """
+        owners = {"user_id": user_id, "agent_id": agent_id, "run_id": run_id}
+        wanted = self._wanted(owners, mode, top_k, hot, sampling)
+        return self._answerer.complete(clean_text(prompt, "prompt"), wanted)
 
     # --- upkeep ---
 
@@ -339,6 +358,19 @@ class Memory:
 
     def _scope(self, **owners: str | None) -> Scope:
         return parse_scope(owners, self._tenant)
+
+    def _wanted(
+        self, owners: Mapping[str, str | None], mode: str, top_k: int | None, hot: int | None, sampling: Sampling | None
+    ) -> Wanted:
+        settings = self.config.retrieve
+        return Wanted(
+            scope=None if mode == "off" else self._scope(**owners),
+            mode=mode,
+            top_k=settings.top_k if top_k is None else parse_count(top_k, "top_k"),
+            hot=settings.hot if hot is None else parse_count(hot, "hot"),
+            token_budget=settings.token_budget,
+            sampling=sampling or Sampling(),
+        )
 
     def _tokenise(self, line: str) -> tuple[str, tuple[int, ...]]:
         token_ids = self.engine.prompt.fact_ids(line)

@@ -120,7 +120,7 @@ class Lab:
     def question(self, number: int, qa: LocomoQuestion, k: int) -> Question:
         """Retrieve for a question and compute its reference by full prefill."""
         facts = self.retrieve(qa.question, k)
-        tail = self.prompt.tail_ids([Message("user", qa.question)])
+        tail = self.prompt.layout([Message("user", qa.question)])[1]
         answer = (*self.prompt.fact_ids(str(qa.answer)), int(self.prompt.tokenizer.eos_token_id))
         prefix = [*self.prompt.header_ids, *(t for i in facts for t in self.facts[i])]
         buffer = KVBuffer.for_decoder(self.decoder, len(prefix) + len(tail) + len(answer))

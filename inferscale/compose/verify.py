@@ -18,6 +18,8 @@ def check_prompt(plan: Plan, prompt_ids: Sequence[int], recipes: Collection[Reci
     if len(prompt_ids) <= len(prefix) or tuple(prompt_ids[: len(prefix)]) != prefix:
         raise PlanRejected("prompt_mismatch", "The prompt does not begin with its plan's tokens; plan it again.")
     at = plan.header_tokens
+    if at < 1:
+        raise PlanRejected("prompt_mismatch", "The plan has no header, and every chunk needs one; plan it again.")
     for chunk in plan.chunks:
         if chunk.start != at or chunk.key.recipe != plan.recipe:
             raise PlanRejected("recipe_mismatch", "The plan's chunks do not follow one another; plan it again.")

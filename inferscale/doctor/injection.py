@@ -150,7 +150,7 @@ def _difference(expected: torch.Tensor, got: torch.Tensor) -> Difference:
 
 
 def _tail(engine: TransformersEngine, question: str) -> tuple[int, ...]:
-    return engine.prompt.tail_ids([Message("user", question)])
+    return engine.prompt.layout([Message("user", question)])[1]
 
 
 def _tensor(engine: TransformersEngine, token_ids: Sequence[int]) -> torch.Tensor:

@@ -5,10 +5,10 @@ from inferscale.core import ChunkKV
 from inferscale.decoder.base import LayerwiseDecoder
 from inferscale.encode.base import ENCODER_VERSION, Encoded, EncodeJob, Encoder
 from inferscale.encode.exact import ExactEncoder
-from inferscale.encode.header import encode_header
+from inferscale.encode.header import HeaderCache, encode_header
 from inferscale.encode.streaming import StreamingEncoder
 
-__all__ = ["ENCODER_VERSION", "EncodeJob", "Encoded", "Encoder", "create_encoder", "encode_header"]
+__all__ = ["ENCODER_VERSION", "EncodeJob", "Encoded", "Encoder", "HeaderCache", "create_encoder", "encode_header"]
 
 
 def create_encoder(decoder: LayerwiseDecoder, header: ChunkKV, config: EncodeConfig) -> Encoder:

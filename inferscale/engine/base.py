@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import threading
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Generator, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING
+from types import TracebackType
+from typing import TYPE_CHECKING, Self
 
 from inferscale.config import EncodeConfig, Sampling
 from inferscale.core import ModelSpec, Plan, Recipe, RecipeId, token_digest
@@ -36,8 +38,9 @@ class Request:
 class Generation:
     """A finished answer.
 
-    `finish_reason` is "stop" or "length". `fallback` is the reason why a plan was not injected, None
-    if it was or there was none. `timings` are seconds: compose (fetch, verify, rotate), prefill,
+    `finish_reason` is "stop", "length", or "closed" if the stream was closed before its end.
+    `fallback` is the reason why a plan was not injected, None if it was or there was none. `timings`
+    are seconds: compose (fetch, verify, a header seen for the first time, rotate), prefill,
     first_token (all until the first token is there), decode (the rest).
     """
 
@@ -50,19 +53,56 @@ class Generation:
     timings: dict[str, float]
 
 
-class GenerationStream(Iterator[str]):
-    """Pieces of text as they are decoded; `result` once they are exhausted."""
+class Pieces(Iterator[str]):
+    """Pieces of text that a generator makes. `close` abandons the rest; leaving a `with` does it too."""
 
-    def __init__(self, pieces: Iterator[str], finish: Callable[[], Generation]) -> None:
+    def __init__(self, pieces: Generator[str]) -> None:
         self._pieces = pieces
-        self._finish = finish
+        self._reading = threading.Lock()
+        self._closed = False
 
     def __next__(self) -> str:
-        return next(self._pieces)
+        try:
+            with self._reading:
+                return next(self._pieces)
+        finally:
+            if self._closed:
+                self._end()
+
+    def close(self) -> None:
+        """Let go of what the rest would need. Idempotent, from any thread: never waits for a piece being made."""
+        self._closed = True
+        self._end()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
+        self.close()
+
+    def _end(self) -> None:
+        """Close the generator, unless a thread is inside: that one does it when it comes out."""
+        if self._reading.acquire(blocking=False):
+            try:
+                self._pieces.close()
+            finally:
+                self._reading.release()
+
+
+class GenerationStream(Pieces):
+    """Pieces of text as they are decoded; `result` once they are exhausted.
+
+    `close` ends the generator of an engine: its `finally` stops the generation. A generator that was
+    never started has nothing to stop, so an engine starts the work inside it.
+    """
+
+    def __init__(self, pieces: Generator[str], finish: Callable[[], Generation]) -> None:
+        super().__init__(pieces)
+        self._finish = finish
 
     @property
     def result(self) -> Generation:
-        """The finished answer; reads the rest of the stream first."""
+        """The finished answer; reads the rest of the stream first. After `close`, what there was until then."""
         for _ in self:
             pass
         return self._finish()

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Iterator
+from collections.abc import Generator, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +16,7 @@ from inferscale.config import EncodeConfig, Sampling
 from inferscale.core import ChunkKV, Plan, RecipeId
 from inferscale.decoder.forward import KVBuffer, extend
 from inferscale.decoder.transformers import TransformersDecoder, load_decoder, load_tokenizer
-from inferscale.encode import create_encoder, encode_header
+from inferscale.encode import HeaderCache, create_encoder
 from inferscale.encode.base import Encoder
 from inferscale.engine.base import Engine, Generation, GenerationStream, Request, default_dtype
 from inferscale.engine.prompt import INSTRUCTION, PromptFormat
@@ -35,7 +35,8 @@ class TransformersEngine(Engine):
         self.decoder = decoder
         self.spec = decoder.spec
         self.prompt = PromptFormat(tokenizer, instruction)
-        self.header = encode_header(decoder, self.prompt.header_ids)
+        self.headers = HeaderCache(decoder)
+        self.header = self.headers.get(self.prompt.header_ids)
         self.device = str(decoder.device)
         self.recipes: set[RecipeId] = set()
         generation = getattr(decoder.model, "generation_config", None)
@@ -80,11 +81,13 @@ class TransformersEngine(Engine):
         return GenerationStream(run.pieces(), run.finish)
 
     def fetch(self, plan: Plan, prompt_ids: tuple[int, ...], store: KVStore | None) -> list[ChunkKV]:
-        """The plan's verified KV, header first; PlanRejected if anything of it is not as planned."""
+        """The plan's verified KV, header first; PlanRejected if anything of it is not as planned.
+
+        Whatever the header is, its KV is exact: it is computed here if it is seen for the first time.
+        """
         check_prompt(plan, prompt_ids, self.recipes)
-        if plan.token_ids[: plan.header_tokens] != self.header.token_ids:
-            raise PlanRejected("prompt_mismatch", "The plan opens with another header; plan the request again.")
-        return [self.header, *fetch(plan, store, self.spec)]
+        chunks = fetch(plan, store, self.spec)
+        return [self.headers.get(plan.token_ids[: plan.header_tokens]), *chunks]
 
 
 class _Run:
@@ -97,7 +100,7 @@ class _Run:
         self._buffer = KVBuffer.for_decoder(engine.decoder, len(request.prompt_ids) + max_tokens)
         self._token_ids: list[int] = []
         self._text = ""
-        self._finish_reason = "length"
+        self._finish_reason = "closed"
         self._fallback: str | None = None
         self._injected = 0
         self._timings = {"compose": 0.0, "prefill": 0.0, "first_token": 0.0, "decode": 0.0}
@@ -113,8 +116,14 @@ class _Run:
             timings=self._timings,
         )
 
-    def pieces(self) -> Iterator[str]:
+    def pieces(self) -> Generator[str]:
         began = time.perf_counter()
+        try:
+            yield from self._decoded(began)
+        finally:
+            self._timings["decode"] = time.perf_counter() - began - self._timings["first_token"]
+
+    def _decoded(self, began: float) -> Iterator[str]:
         text = TextStream(self._engine.prompt.tokenizer, self._request.sampling.stop)
         for token in self._tokens(began):
             if token in self._engine._ends:
@@ -127,10 +136,11 @@ class _Run:
             if text.stopped:
                 self._finish_reason = "stop"
                 break
+        else:
+            self._finish_reason = "length"
         if rest := text.flush():
             self._text += rest
             yield rest
-        self._timings["decode"] = time.perf_counter() - began - self._timings["first_token"]
 
     def _tokens(self, began: float) -> Iterator[int]:
         decoder = self._engine.decoder

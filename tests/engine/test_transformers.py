@@ -40,7 +40,7 @@ def remember(engine: TransformersEngine, lines: Sequence[str]) -> tuple[RamStore
 
 def planned(engine: TransformersEngine, facts: Sequence[PlanFact], hot: int = 0) -> tuple[Plan, tuple[int, ...]]:
     plan = build_plan(SCOPE, engine.recipe(CONFIG).id, engine.prompt.header_ids, facts, hot)
-    return plan, (*plan.prompt_ids, *engine.prompt.tail_ids([Message("user", "Which breed is Rex?")]))
+    return plan, (*plan.prompt_ids, *engine.prompt.layout([Message("user", "Which breed is Rex?")])[1])
 
 
 def test_one_fact_behind_the_header_answers_exactly_as_prefilled_text(tiny_engine: TransformersEngine) -> None:
@@ -61,7 +61,7 @@ def test_hot_facts_are_prefilled_behind_the_injected_ones(tiny_engine: Transform
     assert (
         reply.injected_tokens
         == len(plan.token_ids)
-        == len(prompt) - len(plan.hot_ids) - len(tiny_engine.prompt.tail_ids([Message("user", "Which breed is Rex?")]))
+        == len(prompt) - len(plan.hot_ids) - len(tiny_engine.prompt.layout([Message("user", "Which breed is Rex?")])[1])
     )
 
 

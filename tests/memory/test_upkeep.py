@@ -41,7 +41,7 @@ def test_after_flush_every_memory_is_injected(memory: Memory) -> None:
     reply = memory.chat("What does Rex like?", user_id="alice", sampling=SHORT)
     assert (reply.fallback, reply.text_memories, len(reply.memories)) == (None, 0, 6)
     assert reply.injected_tokens == reply.prompt_tokens - len(
-        memory.engine.prompt.tail_ids([Message("user", "What does Rex like?")])
+        memory.engine.prompt.layout([Message("user", "What does Rex like?")])[1]
     )
 
 
