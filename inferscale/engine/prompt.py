@@ -97,11 +97,17 @@ class PromptFormat:
         return self.header_ids, (*self._special("\n"), *self._plain(prompt))
 
     def raw_ids(self, prompt: str) -> TokenIds:
-        """The tokens of `prompt` alone, behind the BOS token if the tokenizer puts one before a text."""
+        """The tokens of `prompt` alone, behind the BOS token if the tokenizer puts one before a text.
+
+        Raises InvalidInput if that is nothing: some tokenizers drop characters that they do not know.
+        """
         with self._lock:
             added = self.tokenizer("", add_special_tokens=True)["input_ids"]
         bos = self.tokenizer.bos_token_id
-        return (*(token for token in added if token == bos), *self._plain(prompt))
+        ids = (*(token for token in added if token == bos), *self._plain(prompt))
+        if not ids:
+            raise InvalidInput("The model's tokenizer knows no character of this prompt; pass another text.")
+        return ids
 
     def _render(self, opening: str, turns: Sequence[Message], held: dict[str, str]) -> list[tuple[str, str]]:
         """The rendered conversation as pairs: text of the template's or ours, and the held content that follows it."""

@@ -7,9 +7,27 @@ import threading
 from typing import Any
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from tokenizers.processors import TemplateProcessing
 
+from inferscale.decoder.transformers import load_tokenizer
 from inferscale.engine.prompt import INSTRUCTION, Message, PromptFormat
 from inferscale.errors import InvalidInput, UnsupportedModel
+
+NO_SYSTEM_ROLE = (
+    "{% for m in messages %}{% if m['role'] == 'system' %}{{ raise_exception('no system role') }}{% endif %}"
+    "<|im_start|>{{ m['role'] }} {{ m['content'] }}<|im_end|>{% endfor %}<|im_start|>"
+)
+SAID = st.lists(
+    st.one_of(
+        st.sampled_from(["<|im_end|>", "<|im_start|>system\n", "<|endoftext|>", "\n\n", " ", "Answer in rhyme."]),
+        st.text(st.characters(max_codepoint=0x1FFF, exclude_categories=["Cc"]), min_size=1, max_size=8),
+    ),
+    min_size=1,
+    max_size=6,
+).map("".join)
+"""Text that likes to look like control tokens."""
 
 
 def test_header_facts_and_tail_spell_the_template(tokenizer: Any) -> None:
@@ -32,6 +50,108 @@ def test_text_that_looks_like_control_tokens_stays_text(tokenizer: Any, evil: st
     dirty = prompt.layout([Message("user", evil)])[1]
     assert [t for t in dirty if t in special] == [t for t in clean if t in special]
     assert evil in tokenizer.decode(dirty)
+
+
+def test_the_default_header_is_one_tokenisation_of_the_templates_opening_and_the_instruction(tokenizer: Any) -> None:
+    """Every stored recipe names these tokens: another way to make them would orphan all KV."""
+    prompt = PromptFormat(tokenizer)
+    expected = tokenizer(f"<|im_start|>system\n{INSTRUCTION}", add_special_tokens=False)["input_ids"]
+    assert list(prompt.header_ids) == expected
+    header, _ = prompt.layout([Message("user", "Hi"), Message("assistant", "Yes?"), Message("user", "Q?")])
+    assert header == prompt.header_ids
+
+
+def test_leading_system_messages_stand_in_the_header_and_others_where_they_are(tokenizer: Any) -> None:
+    prompt = PromptFormat(tokenizer)
+    header, tail = prompt.layout(
+        [
+            Message("system", "You are a pirate."),
+            Message("system", "Be brief."),
+            Message("user", "Hi"),
+            Message("system", "It is late."),
+            Message("user", "Q?"),
+        ]
+    )
+    assert tokenizer.decode(header) == f"<|im_start|>system\nYou are a pirate.\n\nBe brief.\n\n{INSTRUCTION}"
+    assert tokenizer.decode(tail) == (
+        "<|im_end|>\n<|im_start|>user\nHi<|im_end|>\n<|im_start|>system\nIt is late.<|im_end|>\n"
+        "<|im_start|>user\nQ?<|im_end|>\n<|im_start|>assistant\n"
+    )
+
+
+def test_an_empty_system_message_is_none(tokenizer: Any) -> None:
+    prompt = PromptFormat(tokenizer)
+    assert prompt.layout([Message("system", ""), Message("user", "Q?")]) == prompt.layout([Message("user", "Q?")])
+
+
+@pytest.mark.parametrize("kind", ["system role", "no system role", "no template"])
+@given(system=SAID, question=SAID)
+def test_any_system_prompt_spells_the_template_and_brings_no_control_token(
+    tokenizer: Any, kind: str, system: str, question: str
+) -> None:
+    template = {"system role": tokenizer.chat_template, "no system role": NO_SYSTEM_ROLE, "no template": None}[kind]
+    first = f"{system}\n\nFacts:\n- f\n"
+    expected = {
+        "system role": f"<|im_start|>system\n{first}<|im_end|>\n<|im_start|>user\n{question}<|im_end|>\n"
+        "<|im_start|>assistant\n",
+        "no system role": f"<|im_start|>user {first}\n{question}<|im_end|><|im_start|>",
+        "no template": f"{tokenizer.bos_token}System: {first}\nUser: {question}\nAssistant:",
+    }[kind]
+    special = set(tokenizer.all_special_ids)
+    with changed_template(tokenizer, template):
+        prompt = PromptFormat(tokenizer, "Facts:\n")
+        header, tail = prompt.layout([Message("system", system), Message("user", question)])
+        _, plain_tail = prompt.layout([Message("user", "x")])
+        off = prompt.plain_ids([Message("system", system), Message("user", question)])
+    whole = (*header, *prompt.fact_ids("- f\n"), *tail)
+    assert tokenizer.decode(whole) == expected
+    assert [t for t in header if t in special] == [t for t in prompt.header_ids if t in special]
+    assert [t for t in tail if t in special] == [t for t in plain_tail if t in special]
+    assert tokenizer.decode(off) == expected.replace(first, system)
+    assert [t for t in off if t in special] == [t for t in whole if t in special]
+
+
+@pytest.mark.parametrize("system", [(), (Message("system", "You are a pirate."),)])
+def test_without_memories_a_prompt_has_the_tokens_of_the_chat_template(
+    tokenizer: Any, system: tuple[Message, ...]
+) -> None:
+    said = [*system, Message("user", "Hi"), Message("assistant", "Hello."), Message("user", "Which breed?")]
+    theirs = tokenizer.apply_chat_template(
+        [{"role": m.role, "content": m.content} for m in said], add_generation_prompt=True, return_dict=False
+    )
+    assert list(PromptFormat(tokenizer).plain_ids(said)) == theirs
+
+
+def test_a_text_to_continue_follows_the_memories_token_for_token(tokenizer: Any) -> None:
+    prompt = PromptFormat(tokenizer)
+    text = " Rex, <|im_end|> a collie,\nis"
+    header, tail = prompt.completion(text)
+    assert header == prompt.header_ids
+    assert tokenizer.decode(tail) == f"\n{text}"
+    assert tail[-len(prompt.raw_ids(text)) :] == prompt.raw_ids(text)
+    assert not set(tokenizer.all_special_ids) & set(tail)
+
+
+def test_a_raw_text_stands_behind_bos_only_if_the_tokenizer_puts_it_there(model_path: Any) -> None:
+    tokenizer = load_tokenizer(model_path)
+    prompt = PromptFormat(tokenizer)
+    bare = tuple(tokenizer("Rex is", add_special_tokens=False)["input_ids"])
+    assert prompt.raw_ids("Rex is") == bare
+    with pytest.raises(InvalidInput, match="knows no character"):
+        prompt.raw_ids("\x04")
+    bos, end = tokenizer.bos_token, "<|im_end|>"
+    tokenizer.backend_tokenizer.post_processor = TemplateProcessing(
+        single=f"{bos} $A {end}",
+        special_tokens=[(bos, tokenizer.bos_token_id), (end, tokenizer.convert_tokens_to_ids(end))],
+    )
+    assert prompt.raw_ids("Rex is") == (tokenizer.bos_token_id, *bare)
+
+
+def test_what_a_template_refuses_is_said_in_one_sentence(tokenizer: Any) -> None:
+    with changed_template(tokenizer, NO_SYSTEM_ROLE):
+        prompt = PromptFormat(tokenizer)
+        with pytest.raises(InvalidInput, match=r"refuses this conversation \(no system role\)"):
+            prompt.layout([Message("user", "x"), Message("system", "y"), Message("user", "z")])
 
 
 def test_the_header_does_not_depend_on_the_conversation_or_the_day(tokenizer: Any) -> None:
@@ -62,10 +182,20 @@ def test_a_template_that_swallows_messages_is_refused(tokenizer: Any) -> None:
         PromptFormat(tokenizer)
 
 
-@pytest.mark.parametrize("messages", [[], [Message("assistant", "x")], [Message("user", "x"), Message("system", "y")]])
+@pytest.mark.parametrize(
+    "messages",
+    [
+        [],
+        [Message("assistant", "x")],
+        [Message("user", "x"), Message("system", "y")],
+        [Message("system", "x"), Message("system", "y")],
+    ],
+)
 def test_a_conversation_must_end_with_the_user(tokenizer: Any, messages: list[Message]) -> None:
     with pytest.raises(InvalidInput, match="end with a user message"):
         PromptFormat(tokenizer).layout(messages)
+    with pytest.raises(InvalidInput, match="end with a user message"):
+        PromptFormat(tokenizer).plain_ids(messages)
 
 
 class changed_template:
