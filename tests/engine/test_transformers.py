@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import threading
+from collections.abc import Generator, Sequence
 from dataclasses import replace
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -14,8 +16,9 @@ from inferscale.config import EncodeConfig, Sampling
 from inferscale.core import ChunkKey, ChunkKV, FactId, Plan, Scope, token_digest
 from inferscale.decoder.forward import KVBuffer, extend
 from inferscale.decoder.transformers import TransformersDecoder
-from inferscale.encode.base import EncodeJob
+from inferscale.encode import EncodeJob, create_encoder, encode_header
 from inferscale.engine import Engine, Message, Request
+from inferscale.engine.base import Pieces
 from inferscale.engine.transformers import Sampler, TransformersEngine
 from inferscale.errors import ConfigError, ModelNotFound, PromptTooLong
 from inferscale.store import RamStore
@@ -52,6 +55,101 @@ def test_one_fact_behind_the_header_answers_exactly_as_prefilled_text(tiny_engin
         assert injected.token_ids == text.token_ids
         assert (injected.injected_tokens, injected.fallback) == (len(plan.token_ids), None)
         assert (text.injected_tokens, text.fallback) == (0, None)
+
+
+def test_a_chunk_made_behind_a_system_prompt_answers_behind_it_exactly_as_prefilled_text(
+    tiny_engine: TransformersEngine,
+) -> None:
+    conversation = [Message("system", "You are a pirate. Answer in rhyme."), Message("user", "Which breed is Rex?")]
+    header, tail = tiny_engine.prompt.layout(conversation)
+    assert header != tiny_engine.prompt.header_ids
+    encoder = create_encoder(tiny_engine.decoder, tiny_engine.headers.get(header), CONFIG)
+    (((_, kv),),) = encoder.encode([EncodeJob(tiny_engine.prompt.fact_ids(LINES[0]))])
+    recipe, store = tiny_engine.recipe(CONFIG).id, RamStore(1 << 30)
+    key = ChunkKey(SCOPE.id, FactId("f"), recipe, token_digest(kv.token_ids))
+    store.put_many([(key, kv)])
+    for facts in ([], [PlanFact(kv.token_ids, key)]):
+        plan = build_plan(SCOPE, recipe, header, facts)
+        prompt = (*plan.prompt_ids, *tail)
+        injected = tiny_engine.generate(Request(prompt, plan, Sampling(max_tokens=12), store))
+        text = tiny_engine.generate(Request(prompt, None, Sampling(max_tokens=12)))
+        assert injected.token_ids == text.token_ids
+        assert (injected.injected_tokens, injected.fallback) == (len(plan.token_ids), None)
+
+
+def test_a_header_seen_for_the_first_time_is_computed_once_and_counts_as_composing(
+    tiny_engine: TransformersEngine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    now = [0.0]
+    headers: list[tuple[int, ...]] = []
+
+    def slow_header(decoder: Any, token_ids: Sequence[int]) -> ChunkKV:
+        now[0] += 100.0
+        headers.append(tuple(token_ids))
+        return encode_header(decoder, token_ids)
+
+    monkeypatch.setattr("inferscale.encode.header.encode_header", slow_header)
+    monkeypatch.setattr("inferscale.engine.transformers.time", SimpleNamespace(perf_counter=lambda: now[0]))
+    header, tail = tiny_engine.prompt.layout([Message("system", "Seen first."), Message("user", "Q?")])
+    plan = build_plan(SCOPE, tiny_engine.recipe(CONFIG).id, header, [])
+    request = Request((*plan.prompt_ids, *tail), plan, Sampling(max_tokens=3))
+    first, second = tiny_engine.generate(request), tiny_engine.generate(request)
+    assert headers == [header]
+    assert (first.timings["compose"], first.timings["first_token"]) == (100.0, 100.0)
+    assert second.timings["compose"] == 0.0
+    assert first.token_ids == second.token_ids
+
+
+def test_a_plan_without_a_header_is_prefilled_as_text(tiny_engine: TransformersEngine) -> None:
+    plan = build_plan(SCOPE, tiny_engine.recipe(CONFIG).id, (), [])
+    reply = tiny_engine.generate(Request((5, 6, 7), plan, Sampling(max_tokens=2)))
+    assert (reply.fallback, reply.injected_tokens) == ("prompt_mismatch", 0)
+
+
+def test_a_closed_stream_computes_nothing_more_and_keeps_what_there_was(
+    tiny_engine: TransformersEngine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    _, prompt = planned(tiny_engine, [])
+    whole = tiny_engine.generate(Request(prompt, None, Sampling(max_tokens=40)))
+    passes = []
+    embed = tiny_engine.decoder.embed
+    monkeypatch.setattr(tiny_engine.decoder, "embed", lambda ids: (passes.append(len(ids)), embed(ids))[1])
+    with tiny_engine.stream(Request(prompt, None, Sampling(max_tokens=40))) as stream:
+        said = next(stream)
+        computed = len(passes)
+        assert 0 < computed < 40
+    stream.close()
+    assert list(stream) == []
+    assert len(passes) == computed
+    assert (stream.result.text, stream.result.finish_reason) == (said, "closed")
+    assert whole.text.startswith(said)
+    assert len(stream.result.token_ids) <= computed
+    assert stream.result.timings["decode"] >= 0
+
+
+def test_another_thread_may_close_a_stream_while_a_piece_is_being_made() -> None:
+    made, closing = threading.Event(), threading.Event()
+    ended: list[str] = []
+
+    def slow() -> Generator[str]:
+        try:
+            while True:
+                made.set()
+                assert closing.wait(10)
+                yield "piece"
+        finally:
+            ended.append(threading.current_thread().name)
+
+    stream = Pieces(slow())
+    reader = threading.Thread(target=lambda: list(stream), name="reader")
+    reader.start()
+    assert made.wait(10)
+    stream.close()  # the reader is inside: returns at once
+    assert ended == []
+    closing.set()
+    reader.join(10)
+    assert ended == ["reader"]
+    assert list(stream) == []
 
 
 def test_hot_facts_are_prefilled_behind_the_injected_ones(tiny_engine: TransformersEngine) -> None:
