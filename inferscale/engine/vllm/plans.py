@@ -58,9 +58,8 @@ def record_of(plan: Plan, recipe: Recipe, root: Path) -> PlanRecord:
     stamps = [_stamp(root, chunk.key) for chunk in chunks]
     # The files' identity is part of the salt: KV that is made again, because something it was computed from
     # was forgotten, has the same key, and must not be answered from blocks of the old one.
-    salt = digest(
-        [plan.scope.id, recipe.id, [[*asdict(c.key).values(), *s] for c, s in zip(chunks, stamps, strict=True)]]
-    )
+    parts = [[*asdict(chunk.key).values(), *stamp] for chunk, stamp in zip(chunks, stamps, strict=True)]
+    salt = digest([plan.scope.id, recipe.id, parts])
     return PlanRecord(recipe, salt, time.time() + EXPIRES_AFTER, chunks)
 
 
