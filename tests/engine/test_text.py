@@ -37,8 +37,18 @@ def test_pieces_join_to_the_text_and_never_split_a_character(tokenizer: Any, tex
 )
 def test_stop_strings_cut_exactly_where_they_first_appear(tokenizer: Any, text: str, stop: list[str]) -> None:
     pieces, stopped = stream(tokenizer, text, tuple(stop))
-    shown = "".join(pieces)
-    found = [text.find(s) for s in stop if s in text]
-    # The whole text that precedes the stop is shown; a later token may have completed an earlier match.
-    assert stopped == bool(found)
-    assert shown == (text[: min(found)] if found else text)
+    # Generation ends with the token that completes a stop string. Of those that are complete by then, the one that
+    # begins first cuts: a longer one that begins earlier but would need more tokens is never generated.
+    expected = text, False
+    tokens = tokenizer(text, add_special_tokens=False)["input_ids"]
+    for count in range(1, len(tokens) + 1):
+        so_far = tokenizer.decode(tokens[:count])
+        if found := [so_far.find(s) for s in stop if s in so_far]:
+            expected = so_far[: min(found)], True
+            break
+    assert ("".join(pieces), stopped) == expected
+
+
+def test_the_first_stop_string_to_be_complete_ends_the_answer(tokenizer: Any) -> None:
+    pieces, stopped = stream(tokenizer, "one two one two", (" two one two", "two"))
+    assert stopped and "".join(pieces) == "one "
