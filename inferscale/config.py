@@ -135,6 +135,27 @@ class MemoryConfig(Checked):
 
 
 @dataclass(frozen=True, slots=True)
+class ConnectorConfig(Checked):
+    """How vLLM's processes load KV: vLLM's `kv_connector_extra_config`."""
+
+    store: str
+    """Folder of the memories (`Memory.path`)."""
+    device_bytes: int = GiB // 2
+    """Budget of each worker's hot chunks, on its device, in bytes; beside vLLM's own cache."""
+    host_bytes: int = 2 * GiB
+    """Budget of each worker's chunks in pinned host memory, in bytes; CUDA only."""
+    layerwise: bool = False
+    """Write layer by layer while the forward pass runs; CUDA graphs are then captured piece by piece."""
+    match_registered: bool = False
+    """Inject into requests without parameters, too, if their cache_salt names a registered plan."""
+
+    def __post_init__(self) -> None:
+        Checked.__post_init__(self)
+        _require(bool(self.store), "the connector's store must name the folder of the memories.")
+        _require(self.device_bytes >= 0 and self.host_bytes >= 0, "the connector's budgets are bytes, 0 or more.")
+
+
+@dataclass(frozen=True, slots=True)
 class ServeConfig(Checked):
     """How the HTTP gateway behaves."""
 

@@ -156,10 +156,20 @@ def read_geometry(head: bytes) -> Geometry:
     return geometry
 
 
-def _verify_checksum(head: bytes, buffer: mmap | bytearray) -> None:
+def read_checksum(head: bytes) -> str:
+    """32 hex digits that name the file's contents, from its first HEADER_BYTES; raises DamagedChunk."""
+    return _find_checksum(head).group(1).decode()
+
+
+def _find_checksum(head: bytes) -> re.Match[bytes]:
     match = _CHECKSUM.search(head)
     if len(head) < HEADER_BYTES or match is None:
         raise DamagedChunk("its header cannot be read")
+    return match
+
+
+def _verify_checksum(head: bytes, buffer: mmap | bytearray) -> None:
+    match = _find_checksum(head)
     state = xxhash.xxh3_128(head[: match.start(1)] + _NO_CHECKSUM.encode() + head[match.end(1) :])
     with memoryview(buffer) as view, view[HEADER_BYTES:] as data:
         state.update(data)

@@ -51,4 +51,5 @@ def test_stop_strings_cut_exactly_where_they_first_appear(tokenizer: Any, text: 
 
 def test_the_first_stop_string_to_be_complete_ends_the_answer(tokenizer: Any) -> None:
     pieces, stopped = stream(tokenizer, "one two one two", (" two one two", "two"))
-    assert stopped and "".join(pieces) == "one "
+    assert stopped
+    assert "".join(pieces) == "one "

@@ -19,7 +19,7 @@ from typing import Any
 
 from inferscale.core import ChunkKey, FactId, Plan, PlanChunk, Recipe, ScopeId, digest, token_digest
 from inferscale.errors import PlanRejected
-from inferscale.store.format import relative_path
+from inferscale.store.format import HEADER_BYTES, DamagedChunk, read_checksum, relative_path
 
 FOLDER = ".plans"
 VERSION = 1
@@ -55,20 +55,19 @@ def record_of(plan: Plan, recipe: Recipe, root: Path) -> PlanRecord:
     """The record of `plan`, whose chunks lie below `root`; PlanRejected if one of them does not."""
     header = header_key(recipe, plan.token_ids[: plan.header_tokens])
     chunks = (PlanChunk(header, 0, plan.header_tokens), *plan.chunks)
-    stamps = [_stamp(root, chunk.key) for chunk in chunks]
-    # The files' identity is part of the salt: KV that is made again, because something it was computed from
+    # The files' contents are part of the salt: KV that is made again, because something it was computed from
     # was forgotten, has the same key, and must not be answered from blocks of the old one.
-    parts = [[*asdict(chunk.key).values(), *stamp] for chunk, stamp in zip(chunks, stamps, strict=True)]
+    parts = [[*asdict(chunk.key).values(), _contents(root, chunk.key)] for chunk in chunks]
     salt = digest([plan.scope.id, recipe.id, parts])
     return PlanRecord(recipe, salt, time.time() + EXPIRES_AFTER, chunks)
 
 
-def _stamp(root: Path, key: ChunkKey) -> tuple[int, int]:
+def _contents(root: Path, key: ChunkKey) -> str:
     try:
-        status = os.stat(root / relative_path(key))
-    except OSError:
+        with open(f"{root}/{relative_path(key)}", "rb", buffering=0) as file:
+            return read_checksum(file.read(HEADER_BYTES))
+    except (OSError, DamagedChunk):
         raise PlanRejected("missing_chunk", f"The KV of fact {key.fact} is not in the store.") from None
-    return status.st_ino, status.st_mtime_ns
 
 
 class PlanBoard:
@@ -101,6 +100,13 @@ class PlanBoard:
         if record.expires < time.time():
             raise PlanRejected("expired_plan", "The plan waited too long; plan the request again.")
         return record
+
+    def has(self, name: str) -> bool:
+        """True if there is a record of this name, whatever is in it."""
+        try:
+            return self._path(name).exists()
+        except PlanRejected:
+            return False
 
     def retire(self, name: str) -> None:
         """Remove a record and what was noted of it. Idempotent."""
