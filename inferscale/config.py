@@ -156,6 +156,32 @@ class ConnectorConfig(Checked):
 
 
 @dataclass(frozen=True, slots=True)
+class VllmConfig(Checked):
+    """How vLLM is reached or started."""
+
+    store: str = field(default_factory=lambda: str(home() / "memory"))
+    """Folder of the memories that vLLM's processes read KV from: the `path` of every `Memory` of this engine."""
+    url: str | None = None
+    """A running vLLM server with InferScale's connector; None starts vLLM in this process's own children."""
+    api_key: str | None = None
+    """The key that the server at `url` asks for."""
+    args: Mapping[str, Any] = field(default_factory=dict)
+    """vLLM's engine arguments, by their Python names: {"max_model_len": 4096}."""
+    connector: Mapping[str, Any] = field(default_factory=dict)
+    """Fields of `ConnectorConfig` other than its store: {"device_bytes": 0}."""
+    start_seconds: float = 900.0
+    """Seconds that vLLM may take to start: it loads the model, and may compile it."""
+    answer_seconds: float = 120.0
+    """Seconds without a token after which a server at `url` counts as gone."""
+
+    def __post_init__(self) -> None:
+        Checked.__post_init__(self)
+        _require(bool(self.store), "vllm.store must name the folder of the memories.")
+        _require(self.url is None or self.url.startswith(("http://", "https://")), "vllm.url must begin with http://.")
+        _require(self.start_seconds > 0 and self.answer_seconds > 0, "vllm's waits are in seconds, above 0.")
+
+
+@dataclass(frozen=True, slots=True)
 class ServeConfig(Checked):
     """How the HTTP gateway behaves."""
 

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import threading
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Generator, Iterator
+from collections.abc import Callable, Generator, Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import TracebackType
-from typing import TYPE_CHECKING, Self
+from typing import TYPE_CHECKING, Any, Self
 
-from inferscale.config import EncodeConfig, Sampling
+from inferscale.config import EncodeConfig, Sampling, VllmConfig, from_dict
 from inferscale.core import ModelSpec, Plan, Recipe, RecipeId, token_digest
 from inferscale.encode.base import ENCODER_VERSION, Encoder
 from inferscale.engine.prompt import INSTRUCTION, PromptFormat
@@ -125,15 +125,26 @@ class Engine(ABC):
         dtype: str | None = None,
         device: str | None = None,
         instruction: str = INSTRUCTION,
+        vllm: VllmConfig | Mapping[str, Any] | None = None,
     ) -> Engine:
         """Load a model: a folder, a cached or online hub id, or a packaged demo model.
 
-        `dtype` is "float32" or "bfloat16" (default: float32 on a CPU, bfloat16 elsewhere), `device` a
-        torch device (default: CUDA if there is one). Raises ModelNotFound, ModelDamaged or
-        UnsupportedModel, each with one sentence that says what to do.
+        `engine` is "transformers" (everything in this process) or "vllm", which `vllm` configures: in
+        this process's children, or a running server (`{"url": "http://localhost:8000"}`). `dtype` is
+        "float32" or "bfloat16" (default: float32 on a CPU, bfloat16 elsewhere), `device` a torch
+        device (default: CUDA if there is one); with vLLM, `device` is where memories are encoded.
+        Raises ModelNotFound, ModelDamaged or UnsupportedModel, each with one sentence that says what
+        to do; with vLLM also ConfigError and EngineUnavailable.
         """
-        if engine != "transformers":
-            raise ConfigError(f'Unknown engine {engine!r}; this version has "transformers".')
+        if engine not in ("transformers", "vllm"):
+            raise ConfigError(f'Unknown engine {engine!r}; choose "transformers" or "vllm".')
+        if engine == "vllm":
+            from inferscale.engine.vllm.engine import VllmEngine
+
+            config = vllm if isinstance(vllm, VllmConfig) else from_dict(VllmConfig, vllm or {})
+            return VllmEngine.load(name_or_path, dtype=dtype, device=device, instruction=instruction, config=config)
+        if vllm is not None:
+            raise ConfigError('vllm=... configures engine="vllm"; name that engine, or leave it out.')
         from inferscale.engine.transformers import TransformersEngine
 
         return TransformersEngine.load(name_or_path, dtype=dtype, device=device, instruction=instruction)

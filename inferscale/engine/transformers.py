@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Generator, Iterator
+from collections.abc import Generator
 from pathlib import Path
 from typing import Any
 
@@ -18,10 +18,10 @@ from inferscale.decoder.forward import KVBuffer, extend
 from inferscale.decoder.transformers import TransformersDecoder, load_decoder, load_tokenizer
 from inferscale.encode import HeaderCache, create_encoder
 from inferscale.encode.base import Encoder
-from inferscale.engine.base import Engine, Generation, GenerationStream, Request, default_dtype
+from inferscale.engine.base import Engine, GenerationStream, Request, default_dtype
 from inferscale.engine.prompt import INSTRUCTION, PromptFormat
-from inferscale.engine.text import TextStream
-from inferscale.errors import ConfigError, PlanRejected, PromptTooLong
+from inferscale.engine.run import Run, room_for
+from inferscale.errors import ConfigError, PlanRejected
 from inferscale.models import fingerprint, resolve_model
 from inferscale.store.base import KVStore
 
@@ -40,7 +40,8 @@ class TransformersEngine(Engine):
         self.device = str(decoder.device)
         self.recipes: set[RecipeId] = set()
         generation = getattr(decoder.model, "generation_config", None)
-        self._ends = _end_ids(tokenizer, generation)
+        self.ends = _end_ids(tokenizer, generation)
+        """Tokens that end an answer."""
 
     @classmethod
     def load(
@@ -71,13 +72,7 @@ class TransformersEngine(Engine):
         self.__dict__.pop("decoder", None)
 
     def stream(self, request: Request) -> GenerationStream:
-        room = self.spec.max_positions - len(request.prompt_ids)
-        if room < 1:
-            raise PromptTooLong(
-                f"The prompt has {len(request.prompt_ids)} tokens; this model's context holds "
-                f"{self.spec.max_positions}, one of them for the answer. Shorten the message or use fewer memories."
-            )
-        run = _Run(self, request, min(request.sampling.max_tokens, room))
+        run = _Run(self, request, room_for(request, self.spec))
         return GenerationStream(run.pieces(), run.finish)
 
     def fetch(self, plan: Plan, prompt_ids: tuple[int, ...], store: KVStore | None) -> list[ChunkKV]:
@@ -90,67 +85,23 @@ class TransformersEngine(Engine):
         return [self.headers.get(plan.token_ids[: plan.header_tokens]), *chunks]
 
 
-class _Run:
-    """One generation from request to finished answer."""
+class _Run(Run):
+    """One generation, decoded here."""
 
     def __init__(self, engine: TransformersEngine, request: Request, max_tokens: int) -> None:
+        super().__init__(request, engine.prompt.tokenizer, engine.ends)
         self._engine = engine
-        self._request = request
         self._max_tokens = max_tokens
         self._buffer = KVBuffer.for_decoder(engine.decoder, len(request.prompt_ids) + max_tokens)
-        self._token_ids: list[int] = []
-        self._text = ""
-        self._finish_reason = "closed"
-        self._fallback: str | None = None
-        self._injected = 0
-        self._timings = {"compose": 0.0, "prefill": 0.0, "first_token": 0.0, "decode": 0.0}
 
-    def finish(self) -> Generation:
-        return Generation(
-            text=self._text,
-            token_ids=tuple(self._token_ids),
-            finish_reason=self._finish_reason,
-            prompt_tokens=len(self._request.prompt_ids),
-            injected_tokens=self._injected,
-            fallback=self._fallback,
-            timings=self._timings,
-        )
-
-    def pieces(self) -> Generator[str]:
-        began = time.perf_counter()
-        try:
-            yield from self._decoded(began)
-        finally:
-            self._timings["decode"] = time.perf_counter() - began - self._timings["first_token"]
-
-    def _decoded(self, began: float) -> Iterator[str]:
-        text = TextStream(self._engine.prompt.tokenizer, self._request.sampling.stop)
-        for token in self._tokens(began):
-            if token in self._engine._ends:
-                self._finish_reason = "stop"
-                break
-            self._token_ids.append(token)
-            if piece := text.push(token):
-                self._text += piece
-                yield piece
-            if text.stopped:
-                self._finish_reason = "stop"
-                break
-        else:
-            self._finish_reason = "length"
-        if rest := text.flush():
-            self._text += rest
-            yield rest
-
-    def _tokens(self, began: float) -> Iterator[int]:
+    def tokens(self, began: float) -> Generator[int]:
         decoder = self._engine.decoder
-        sampler = Sampler(self._request.sampling, decoder.device)
+        sampler = Sampler(self.request.sampling, decoder.device)
         self._inject()
         composed = time.perf_counter()
-        hidden = self._extend(self._request.prompt_ids[self._injected :])
+        hidden = self._extend(self.request.prompt_ids[self.injected :])
         token = sampler.pick(decoder.logits(hidden[-1:])[0])
-        now = time.perf_counter()
-        self._timings |= {"compose": composed - began, "prefill": now - composed, "first_token": now - began}
+        self.first_token(began, composed)
         yield token
         for _ in range(self._max_tokens - 1):
             token = sampler.pick(decoder.logits(self._extend((token,)))[0])
@@ -158,17 +109,17 @@ class _Run:
 
     def _inject(self) -> None:
         """Place the plan's KV, or note why not; then the whole prompt is prefilled."""
-        plan = self._request.plan
+        plan = self.request.plan
         if plan is None:
             return
         try:
-            parts = self._engine.fetch(plan, self._request.prompt_ids, self._request.store)
+            parts = self._engine.fetch(plan, self.request.prompt_ids, self.request.store)
         except PlanRejected as error:
-            self._fallback = error.reason
+            self.fallback = error.reason
             log.warning("plan not injected (%s): %s The prompt is prefilled as text.", error.reason, error)
             return
         place(self._engine.decoder, parts, self._buffer)
-        self._injected = self._buffer.length
+        self.injected = self._buffer.length
 
     def _extend(self, token_ids: tuple[int, ...]) -> Tensor:
         ids = torch.tensor(token_ids, dtype=torch.int64, device=self._engine.decoder.device)

@@ -9,6 +9,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 
 import torch
 
@@ -88,6 +89,11 @@ class KVStore(ABC):
     @abstractmethod
     def close(self) -> None:
         """Release files and memory. Idempotent; the store is not used afterwards."""
+
+    @property
+    def folder(self) -> Path | None:
+        """The folder of this store's files, which other processes may read with a `DiskStore`; None if it has none."""
+        return None
 
     def touch(self, keys: Iterable[ChunkKey]) -> None:  # noqa: B027 - a tier without recency has nothing to do
         """Count these chunks as used now, as `get_many` would. A faster tier calls it for its own hits."""

@@ -79,6 +79,10 @@ class DiskStore(KVStore):
         except OSError as error:
             raise _translate(error, f"Cannot open the KV folder {self._root}") from error
 
+    @property
+    def folder(self) -> Path:
+        return self._root
+
     # --- writing ---
 
     def put_many(self, items: Iterable[tuple[ChunkKey, ChunkKV]]) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
 from itertools import islice
+from pathlib import Path
 from threading import Lock
 
 from inferscale.core import ChunkKey, ChunkKV, FactId, RecipeId, ScopeId
@@ -24,6 +25,10 @@ class TieredStore(KVStore):
         self._slow = slow
         self._generation = 0
         self._lock = Lock()
+
+    @property
+    def folder(self) -> Path | None:
+        return self._slow.folder
 
     def put_many(self, items: Iterable[tuple[ChunkKey, ChunkKV]]) -> None:
         iterator = iter(items)
