@@ -89,7 +89,8 @@ def test_a_header_seen_for_the_first_time_is_computed_once_and_counts_as_composi
         return encode_header(decoder, token_ids)
 
     monkeypatch.setattr("inferscale.encode.header.encode_header", slow_header)
-    monkeypatch.setattr("inferscale.engine.transformers.time", SimpleNamespace(perf_counter=lambda: now[0]))
+    for module in ("transformers", "run"):
+        monkeypatch.setattr(f"inferscale.engine.{module}.time", SimpleNamespace(perf_counter=lambda: now[0]))
     header, tail = tiny_engine.prompt.layout([Message("system", "Seen first."), Message("user", "Q?")])
     plan = build_plan(SCOPE, tiny_engine.recipe(CONFIG).id, header, [])
     request = Request((*plan.prompt_ids, *tail), plan, Sampling(max_tokens=3))

@@ -135,6 +135,13 @@ def write(layer: Any, keys: torch.Tensor, values: torch.Tensor, slots: torch.Ten
     layer.impl.do_kv_cache_update(layer, keys, values, layer.kv_cache, slots)
 
 
+def shut_down(llm: Any) -> None:
+    """End an `AsyncLLM` and its processes; vLLM's own shutdown leaves its socket context to the garbage collector."""
+    resources = llm.engine_core.resources
+    llm.shutdown()
+    resources.ctx.destroy(linger=0)
+
+
 def refusal_of(request: Any) -> str | None:
     """Why nothing may be injected into this request whatever its plan says; a word for a metric label."""
     if request.prompt_token_ids is None or getattr(request, "prompt_embeds", None) is not None:

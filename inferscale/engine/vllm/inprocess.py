@@ -11,7 +11,7 @@ from typing import Any
 from uuid import uuid4
 
 from inferscale.config import VllmConfig
-from inferscale.engine.vllm.compat import require_vllm
+from inferscale.engine.vllm.compat import require_vllm, shut_down
 from inferscale.engine.vllm.launch import engine_args
 from inferscale.engine.vllm.transport import Call, Tokens, Transport
 from inferscale.errors import EngineUnavailable, InferScaleError, InvalidInput
@@ -61,9 +61,10 @@ class InProcessTransport(Transport):
         if self._closed:
             return
         self._closed = True
+        self._stop_loop()  # first, or the reader of its outputs would report a dead engine
         with suppress(Exception):
-            self._llm.shutdown()
-        self._stop_loop()
+            shut_down(self._llm)
+        self._llm = None
 
     async def _make(self, args: dict[str, Any]) -> Any:
         from vllm.engine.arg_utils import AsyncEngineArgs

@@ -74,7 +74,7 @@ class PlanBoard:
     """The records in one store. Any number of processes may use the same folder."""
 
     def __init__(self, root: Path) -> None:
-        """`root`: the folder of the KV files (`DiskStore.root`)."""
+        """`root`: the folder of the KV files (`DiskStore.folder`)."""
         self._folder = Path(root) / FOLDER
         self._folder.mkdir(mode=0o700, parents=True, exist_ok=True)
 
@@ -183,5 +183,5 @@ def _parse(text: bytes) -> PlanRecord:
         if not chunks or not isinstance(value["salt"], str):
             raise ValueError
         return PlanRecord(recipe, value["salt"], float(value["expires"]), tuple(chunks))
-    except (ValueError, KeyError, TypeError, AttributeError):
+    except (ValueError, KeyError, TypeError, AttributeError, RecursionError):
         raise PlanRejected("damaged_plan", "The plan's record cannot be read; plan the request again.") from None
