@@ -68,6 +68,7 @@ class Reply:
     fallback: str | None
     finish_reason: str
     prompt_tokens: int
+    completion_tokens: int
     injected_tokens: int
     text_memories: int
     timings: dict[str, float]
@@ -173,6 +174,7 @@ class Answerer:
                 fallback=done.fallback,
                 finish_reason=done.finish_reason,
                 prompt_tokens=done.prompt_tokens,
+                completion_tokens=len(done.token_ids),
                 injected_tokens=done.injected_tokens,
                 text_memories=len(hits) - injected_facts,
                 timings={**timings, **done.timings, "first_token": before + done.timings["first_token"]},

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import json
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict, replace
@@ -83,6 +84,7 @@ class Memory:
         self.config = from_dict(MemoryConfig, config) if isinstance(config, Mapping) else config or MemoryConfig()
         self.path = Path(path) if path is not None else home() / "memory"
         self._tenant = tenant
+        self._owns_store = True
         self._embedder = embedder or SentenceTransformerEmbedder(
             resolve_model(DEFAULT_EMBEDDER).path, name=DEFAULT_EMBEDDER
         )
@@ -314,6 +316,19 @@ class Memory:
         wanted = self._wanted(owners, mode, top_k, hot, sampling)
         return self._answerer.complete(clean_text(prompt, "prompt"), wanted)
 
+    # --- tenants ---
+
+    def for_tenant(self, tenant: str) -> Memory:
+        """The same store, engine and upkeep as another tenant sees them: none of its calls reaches beyond its tenant.
+
+        A view costs nothing and ends with the memory it was made from; closing a view does nothing.
+        """
+        Scope(tenant=tenant, user="x")  # refuses a malformed name
+        view = copy.copy(self)
+        view._tenant = tenant
+        view._owns_store = False
+        return view
+
     # --- upkeep ---
 
     def flush(self, timeout: float | None = None, on_progress: Callable[[Progress], None] | None = None) -> Progress:
@@ -322,6 +337,8 @@ class Memory:
 
     def close(self) -> None:
         """Stop background work and close the store; the engine stays open. Idempotent."""
+        if not self._owns_store:
+            return
         self._upkeep.close()
         self._store.close()
 
