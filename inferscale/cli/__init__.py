@@ -8,6 +8,7 @@ from inferscale import __version__
 from inferscale.cli.chat import chat
 from inferscale.cli.guard import EXIT_CODES, GuardedGroup
 from inferscale.cli.memories import add, encode, forget, list_memories, search
+from inferscale.cli.serve import serve
 from inferscale.cli.tools import bench, demo, doctor, models
 
 EPILOG = f"""\b
@@ -32,5 +33,5 @@ def main() -> None:
     """Memory for LLMs as precomputed KV: facts are encoded once and placed into the model's cache."""
 
 
-for command in (demo, chat, add, search, list_memories, forget, encode, bench, models, doctor):
+for command in (demo, chat, add, search, list_memories, forget, encode, serve, bench, models, doctor):
     main.add_command(command)

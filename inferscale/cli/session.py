@@ -18,7 +18,7 @@ import click
 from inferscale.cli.guard import print_json, wants_json
 
 if TYPE_CHECKING:
-    from inferscale.config import Sampling
+    from inferscale.config import Sampling, VllmConfig
     from inferscale.core import Scope
     from inferscale.engine.base import Engine
     from inferscale.memory import Memory
@@ -95,14 +95,16 @@ class ModelChoice:
     dtype: str | None
     device: str | None
 
-    def load(self, output: Output) -> Engine:
-        """The engine. A model that may have to be downloaded shows the download's bars in the spinner's place."""
+    def load(self, output: Output, engine: str = "transformers", vllm: VllmConfig | None = None) -> Engine:
+        """The engine, as `Engine.from_pretrained`.
+
+        A model that may have to be downloaded shows the download's bars in the spinner's place."""
         calm_libraries(output)
         remote = "/" in self.name and not os.path.exists(os.path.expanduser(self.name))
         with nullcontext() if remote else output.busy(f"loading {self.name}"):
             from inferscale.engine.base import Engine
 
-            return Engine.from_pretrained(self.name, dtype=self.dtype, device=self.device)
+            return Engine.from_pretrained(self.name, engine=engine, dtype=self.dtype, device=self.device, vllm=vllm)
 
 
 def calm_libraries(output: Output) -> None:

@@ -188,6 +188,20 @@ class Engine(ABC):
         """Let go of the model; the engine is not used afterwards. Idempotent."""
 
 
+def placement(device: str | None, dtype: str | None) -> tuple[torch.device, str]:
+    """Device and dtype that are meant by what the caller said of them. Raises ConfigError."""
+    import torch
+
+    try:
+        place_on = torch.device(device or ("cuda" if torch.cuda.is_available() else "cpu"))
+    except RuntimeError as error:
+        raise ConfigError(f"Unknown device {device!r}; pass cpu, cuda or cuda:N.") from error
+    kind = dtype or default_dtype(place_on)
+    if kind not in ("float32", "bfloat16"):
+        raise ConfigError(f"dtype must be float32 or bfloat16, got {kind!r}.")
+    return place_on, kind
+
+
 def default_dtype(device: torch.device) -> str:
     """float32 on a CPU (few have fast bfloat16), bfloat16 elsewhere."""
     return "float32" if device.type == "cpu" else "bfloat16"

@@ -18,10 +18,10 @@ from inferscale.decoder.forward import KVBuffer, extend
 from inferscale.decoder.transformers import TransformersDecoder, load_decoder, load_tokenizer
 from inferscale.encode import HeaderCache, create_encoder
 from inferscale.encode.base import Encoder
-from inferscale.engine.base import Engine, GenerationStream, Request, default_dtype
+from inferscale.engine.base import Engine, GenerationStream, Request, placement
 from inferscale.engine.prompt import INSTRUCTION, PromptFormat
 from inferscale.engine.run import Run, room_for
-from inferscale.errors import ConfigError, PlanRejected
+from inferscale.errors import PlanRejected
 from inferscale.models import fingerprint, resolve_model
 from inferscale.store.base import KVStore
 
@@ -48,13 +48,7 @@ class TransformersEngine(Engine):
         cls, name_or_path: str | Path, *, dtype: str | None, device: str | None, instruction: str
     ) -> TransformersEngine:
         """See `Engine.from_pretrained`."""
-        try:
-            place_on = torch.device(device or ("cuda" if torch.cuda.is_available() else "cpu"))
-        except RuntimeError as error:
-            raise ConfigError(f"Unknown device {device!r}; pass cpu, cuda or cuda:N.") from error
-        kind = dtype or default_dtype(place_on)
-        if kind not in ("float32", "bfloat16"):
-            raise ConfigError(f"dtype must be float32 or bfloat16, got {kind!r}.")
+        place_on, kind = placement(device, dtype)
         folder = resolve_model(name_or_path)
         decoder = load_decoder(
             folder.path,

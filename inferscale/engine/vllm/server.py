@@ -20,10 +20,11 @@ from typing import Any
 import httpx
 
 from inferscale.config import VllmConfig
+from inferscale.engine.base import placement
 from inferscale.engine.vllm.compat import require_vllm
 from inferscale.engine.vllm.launch import engine_args, flags
 from inferscale.errors import EngineUnavailable
-from inferscale.models import ModelFolder
+from inferscale.models import ModelFolder, resolve_model
 
 log = logging.getLogger("inferscale.engine.vllm")
 
@@ -44,15 +45,19 @@ class VllmServer:
     the log says so with its last lines; `health` says what is the matter until it answers again.
     """
 
-    def __init__(self, folder: ModelFolder, dtype: str, config: VllmConfig) -> None:
-        """Start it; returns at once, see `wait_ready`. Raises ConfigError if vLLM is not installed."""
+    def __init__(self, name_or_path: str | Path, dtype: str | None, device: str | None, config: VllmConfig) -> None:
+        """Start it; returns at once, see `wait_ready`. Model, dtype and device as in `Engine.from_pretrained`.
+
+        Raises ConfigError if vLLM is not installed, ModelNotFound.
+        """
         require_vllm()
+        folder, (_, kind) = resolve_model(name_or_path), placement(device, dtype)
         port = _free_port()
         self.url = f"http://{HOST}:{port}"
         self.log_path = Path(config.store) / LOG_FILE
         self._key = secrets.token_urlsafe(32)
         self._start_seconds = config.start_seconds
-        self._command = _command(folder, dtype, config, port)
+        self._command = _command(folder, kind, config, port)
         self._trouble: str | None = "vLLM is starting."
         self._deaths: deque[float] = deque(maxlen=MAX_DEATHS)
         self._given_up = threading.Event()
