@@ -150,8 +150,8 @@ def refusal_of(request: Any) -> str | None:
         return "lora"
     if request.mm_features:
         return "multimodal"
-    if request.skip_reading_prefix_cache:
-        return "prompt_logprobs"
     if request.sampling_params is None:
         return "pooling"
+    if request.skip_reading_prefix_cache:
+        return "prompt_logprobs"
     return None

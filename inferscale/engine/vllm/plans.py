@@ -183,5 +183,5 @@ def _parse(text: bytes) -> PlanRecord:
         if not chunks or not isinstance(value["salt"], str):
             raise ValueError
         return PlanRecord(recipe, value["salt"], float(value["expires"]), tuple(chunks))
-    except (ValueError, KeyError, TypeError, AttributeError, RecursionError):
+    except (ValueError, KeyError, TypeError, AttributeError, OverflowError, RecursionError):
         raise PlanRejected("damaged_plan", "The plan's record cannot be read; plan the request again.") from None

@@ -100,23 +100,25 @@ class Planner:
         if plan is None:
             return None
         try:
-            decision = _Decision(str(plan), self._verified(plan, request), None)
+            decision = _Decision(plan, self._verified(plan, request), None)
         except PlanRejected as error:
-            decision = _Decision(str(plan), None, error.reason)
+            decision = _Decision(plan, None, error.reason)
         self._decisions[request.request_id] = decision
         return decision
 
-    def _named(self, request: Any) -> Any:
-        """The plan that the request names; any value a client can send."""
+    def _named(self, request: Any) -> str | None:
+        """The plan that the request names, "" if it names one in a way that cannot be read, None if it names none."""
         params = request.kv_transfer_params
         if isinstance(params, dict) and PARAMS in params:
             ours = params[PARAMS]
-            return ours.get("plan", "") if isinstance(ours, dict) else ""
-        if self._match_registered and request.cache_salt is not None and self._board.has(request.cache_salt):
-            return request.cache_salt
+            plan = ours.get("plan") if isinstance(ours, dict) else None
+            return plan if isinstance(plan, str) else ""
+        salt: str | None = request.cache_salt
+        if self._match_registered and salt is not None and self._board.has(salt):
+            return salt
         return None
 
-    def _verified(self, plan: Any, request: Any) -> PlanRecord:
+    def _verified(self, plan: str, request: Any) -> PlanRecord:
         """The plan's record if this request may be answered from it (invariants 2 and 4), else PlanRejected."""
         if (reason := refusal_of(request)) is not None:
             raise PlanRejected(reason, "Requests of this kind are prefilled as text.")
