@@ -32,6 +32,8 @@ _KNOWN = (
     (StoreBusy, 503, "api_error", "store_busy"),
     (StoreFull, 507, "api_error", "store_full"),
 )
+# Without the close, whoever sends too much could go on sending.
+_HEADERS = {413: {"Connection": "close"}, 429: {"Retry-After": "1"}, 503: {"Retry-After": "1"}}
 _NOT_OURS = "The server failed; its log says why."
 
 
@@ -41,7 +43,7 @@ class ApiError(HTTPException):
     def __init__(
         self, status: int, message: str, *, kind: str = "invalid_request_error", code: str | None = None
     ) -> None:
-        super().__init__(status, message, {"Retry-After": "1"} if status in (429, 503) else None)
+        super().__init__(status, message, _HEADERS.get(status))
         self.kind = kind
         self.code = code
         self.param: str | None = None

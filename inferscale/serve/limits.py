@@ -22,7 +22,7 @@ class BodyLimit:
         declared = dict(scope["headers"]).get(b"content-length", b"0")
         if not declared.isdigit() or int(declared) > self._limit:
             error = self._too_large()
-            await JSONResponse(error.body, error.status_code, {"Connection": "close"})(scope, receive, send)
+            await JSONResponse(error.body, error.status_code, error.headers)(scope, receive, send)
             return
         read = 0
 
