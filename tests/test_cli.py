@@ -22,7 +22,7 @@ from inferscale.cli import main
 from inferscale.cli.session import shown
 from inferscale.engine.transformers import TransformersEngine
 
-COMMANDS = ["demo", "chat", "add", "search", "list", "forget", "encode", "bench", "models", "doctor"]
+COMMANDS = ["demo", "chat", "add", "search", "list", "forget", "encode", "serve", "bench", "models", "doctor"]
 COMMAND = [sys.executable, "-m", "inferscale"]
 FACTS = ["Rex is a collie.", "Tom lives in Lisbon.", "Ana plays the cello."]
 

@@ -15,6 +15,8 @@ FIGURES = {
     "benchmarks.ttft": {"ttft_ratio_k50", "ttft_flatness", "overhead_ms"},
     "benchmarks.inject": {"inject_over_memcpy", "peak_over_kv"},
     "benchmarks.encode": {"encode_streaming_over_exact_w50"},
+    "benchmarks.vllm_ttft": {"vllm_ttft_ratio_k50", "vllm_ttft_flatness", "vllm_inject_over_memcpy"},
+    "benchmarks.vllm_throughput": {"throughput_ratio", "gateway_overhead_ms"},
     "evals.fidelity": {"kl_inject", "top1_inject", "kl_hot5"},
 }
 

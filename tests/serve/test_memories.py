@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import httpx
@@ -122,3 +123,14 @@ def test_without_a_key_nothing_is_said(serve_memory: Serve, header: str | None) 
         reply = httpx.request(method, gateway.url + path, json=sent, headers=headers)
         assert (reply.status_code, reply.json()["error"]["code"]) == (401, "invalid_api_key")
     assert httpx.get(f"{gateway.url}/health").status_code == 200
+
+
+def test_two_gateways_over_one_folder_see_each_others_memories(serve_memory: Serve, tmp_path: Path) -> None:
+    one, two = serve_memory(tmp_path / "shared"), serve_memory(tmp_path / "shared")
+    made = add(one.client(), "Rex is a collie.", user_id="alice")
+    body = {"query": "Rex", "user_id": "alice"}
+    assert [item["id"] for item in two.client().post("/search", json=body).json()["results"]] == [made]
+    assert two.client().delete(f"/memories/{made}").status_code == 200
+    assert one.client().post("/search", json=body).json()["results"] == []
+    ask = {"model": one.model, "user": "alice", "max_tokens": 2, "messages": [{"role": "user", "content": "Rex?"}]}
+    assert one.client().post("/v1/chat/completions", json=ask).json()["memory"]["used"] == []
