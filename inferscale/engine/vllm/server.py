@@ -137,7 +137,8 @@ class VllmServer:
             if self._closed.is_set():
                 return False
             self._trouble = f"{what}; {more}. {self.log_path} ends:\n{self._last_words()}"
-            log.error("%s", self._trouble)
+            if not first:  # else `wait_ready` raises it
+                log.error("%s", self._trouble)
             _end(self._child)  # what it left of its group
             if again:
                 self._child = self._started()
