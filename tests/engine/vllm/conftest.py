@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from transformers import AutoModelForCausalLM
 
 from inferscale.engine.vllm.compat import vllm_version
@@ -44,6 +45,12 @@ def tiny_model(tokenizer: Any, tmp_path_factory: pytest.TempPathFactory) -> Path
         max_position_embeddings=2048,
         eos_token_id=tokenizer.eos_token_id,
     )
-    AutoModelForCausalLM.from_config(config).float().save_pretrained(folder)
+    torch.manual_seed(7)
+    model = AutoModelForCausalLM.from_config(config).float()
+    with torch.no_grad():  # attention far from uniform, so that an answer hangs on what is attended to, and where
+        for name, weight in model.named_parameters():
+            if "proj" in name:
+                weight.mul_(4.0)
+    model.save_pretrained(folder)
     tokenizer.save_pretrained(folder)
     return folder
