@@ -300,9 +300,9 @@ def test_nothing_that_a_client_sends_raises(shared: Bench, params: Any) -> None:
 
 
 def test_a_salt_names_a_registered_plan_only_where_that_is_allowed(bench: Bench) -> None:
-    """Of clients that can send no parameters of ours: the salt of such a record is its name."""
-    bench.republish(replace(bench.record, salt=bench.plan.id))
-    request = bench.request(params=None, salt=bench.plan.id)
+    """For clients that can send no parameters of ours: such a plan is registered under its own salt."""
+    bench.board.publish(bench.record.salt, bench.record)
+    request = bench.request(params=None)
     assert bench.planner.matched(request, 0) == 0
     assert bench.reason(request, bench.planning(match_registered=True)) is None
 
