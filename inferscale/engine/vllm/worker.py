@@ -73,8 +73,8 @@ class Injector:
         """Give loads up: vLLM computes their blocks, the planner is told."""
         for load in loads:
             log.warning("KV of a plan was not loaded (%s): %s Its tokens are computed instead.", reason, why)
-            first, last = load.start // self.block_size, -(-load.end // self.block_size)
-            self._failed.update(load.blocks[first:last])
+            # What follows the load is computed from it in this step, and as wrong.
+            self._failed.update(load.blocks[load.start // self.block_size :])
             self.stats.add(failures=1)
             self._board.note(load.plan, reason)
 
@@ -215,6 +215,7 @@ class Layered:
             torch.cuda.current_stream().wait_stream(self._stream)
         self._written = []
 
+    @torch.inference_mode()  # vLLM's own does not reach into another thread, and its cache is written in no other
     def _write(self, step: Step) -> None:
         began = time.perf_counter()
         try:
