@@ -18,7 +18,7 @@ from inferscale.engine.transformers import TransformersEngine
 from inferscale.engine.vllm.http import HttpTransport
 from inferscale.engine.vllm.inprocess import InProcessTransport
 from inferscale.engine.vllm.plans import PlanBoard, header_key, record_of
-from inferscale.engine.vllm.transport import Call, Transport
+from inferscale.engine.vllm.transport import Call, CallFailed, Transport
 from inferscale.errors import ConfigError, PlanRejected, StoreError
 from inferscale.models import resolve_model
 
@@ -118,27 +118,45 @@ class _VllmRun(Run):
         super().__init__(request, engine.prompt.tokenizer, engine.encoding.ends)
         self._engine = engine
         self._call = Call(request.prompt_ids, request.sampling, max_tokens, tuple(sorted(engine.encoding.ends)))
+        self._started = False
+        self._cached: int | None = None
 
     def tokens(self, began: float) -> Generator[int]:
         plan = self.request.plan
         call = self._call if plan is None else self._planned(plan)
-        composed = time.perf_counter()
-        cached: int | None = None
-        started = False
-        last: tuple[int, ...] = ()
         try:
-            for tokens in self._engine.transport.generate(call):
-                cached = tokens.cached if tokens.cached is not None else cached
-                if tokens.ids and not started:
-                    started = True
-                    self.first_token(began, composed)
-                # The token that ends the answer waits for the end of vLLM's own stream: nothing is cut off.
-                last = tuple(token for token in tokens.ids if token in call.ends) or last
-                yield from (token for token in tokens.ids if token not in call.ends)
-            yield from last
+            yield from self._answer(call, began)
+            return
+        except CallFailed:
+            if call.plan is None:
+                raise
+            self.fallback = "load_failed"
         finally:
             if plan is not None and call.plan is not None:
-                self._settle(plan, started, cached)
+                self._settle(plan)
+        log.warning("plan not injected (%s); the prompt is prefilled as text", self.fallback)
+        yield from self._answer(self._rest(), began)
+
+    def _answer(self, call: Call, began: float) -> Generator[int]:
+        """The tokens of one call."""
+        composed = time.perf_counter()
+        last: tuple[int, ...] = ()
+        for tokens in self._engine.transport.generate(call):
+            self._cached = tokens.cached if tokens.cached is not None else self._cached
+            if tokens.ids and not self._started:
+                self._started = True
+                self.first_token(began, composed)
+            # The token that ends the answer waits for the end of vLLM's own stream: nothing is cut off.
+            last = tuple(token for token in tokens.ids if token in call.ends) or last
+            yield from (token for token in tokens.ids if token not in call.ends)
+        yield from last
+
+    def _rest(self) -> Call:
+        """The plain call for what is not there yet: a preempted request may lose its KV in mid-answer."""
+        there = tuple(self._token_ids)
+        return replace(
+            self._call, prompt_ids=self._call.prompt_ids + there, max_tokens=self._call.max_tokens - len(there)
+        )
 
     def _planned(self, plan: Plan) -> Call:
         """The call that injects the plan, or the plain one."""
@@ -150,12 +168,12 @@ class _VllmRun(Run):
             return self._call
         return replace(self._call, plan=plan.id, salt=salt)
 
-    def _settle(self, plan: Plan, started: bool, cached: int | None) -> None:
+    def _settle(self, plan: Plan) -> None:
         """Learn what became of the plan, and take its record away."""
         board = self._engine.board
-        self.fallback = board.noted(plan.id)
-        if self.fallback is None and cached is not None and cached < len(plan.token_ids):
+        self.fallback = board.noted(plan.id) or self.fallback
+        if self.fallback is None and self._cached is not None and self._cached < len(plan.token_ids):
             self.fallback = "not_injected"
             log.warning("vLLM did not look for the plan; does it read KV from %s?", self._engine.root)
-        self.injected = len(plan.token_ids) if started and self.fallback is None else 0
+        self.injected = len(plan.token_ids) if self._started and self.fallback is None else 0
         board.retire(plan.id)

@@ -11,7 +11,7 @@ from typing import Any
 import httpx
 
 from inferscale.config import VllmConfig
-from inferscale.engine.vllm.transport import Call, Tokens, Transport
+from inferscale.engine.vllm.transport import Call, CallFailed, Tokens, Transport
 from inferscale.errors import ConfigError, EngineUnavailable, InvalidInput
 
 CONNECT_SECONDS = 2.0
@@ -125,7 +125,7 @@ def _tokens(lines: Iterator[str]) -> Iterator[Tokens]:
             continue
         chunk = json.loads(line[6:])
         if "error" in chunk:
-            raise EngineUnavailable(f"vLLM gave up in mid-answer ({chunk['error'].get('message')}); try again.")
+            raise CallFailed(f"vLLM gave up in mid-answer ({chunk['error'].get('message')}); try again.")
         for choice in chunk["choices"]:
             if ids := choice.get("token_ids"):
                 yield Tokens(tuple(ids))

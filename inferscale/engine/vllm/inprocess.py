@@ -13,7 +13,7 @@ from uuid import uuid4
 from inferscale.config import VllmConfig
 from inferscale.engine.vllm.compat import require_vllm, shut_down
 from inferscale.engine.vllm.launch import engine_args
-from inferscale.engine.vllm.transport import Call, Tokens, Transport
+from inferscale.engine.vllm.transport import Call, CallFailed, Tokens, Transport
 from inferscale.errors import EngineUnavailable, InferScaleError, InvalidInput
 from inferscale.models import ModelFolder
 
@@ -81,7 +81,10 @@ class InProcessTransport(Transport):
             if call.salt is not None:
                 prompt["cache_salt"] = call.salt
             async for output in self._llm.generate(prompt, _params(call), f"inferscale-{uuid4().hex}"):
-                got.put(Tokens(tuple(output.outputs[0].token_ids), output.num_cached_tokens))
+                answer = output.outputs[0]
+                got.put(Tokens(tuple(answer.token_ids), output.num_cached_tokens))
+                if answer.finish_reason == "error":
+                    got.put(CallFailed("vLLM gave up in mid-answer; try again."))
         except EngineDeadError as error:
             got.put(_because(EngineUnavailable("vLLM's engine process died; start again."), error))
         except ValueError as error:

@@ -27,8 +27,10 @@ def engine_args(folder: ModelFolder, dtype: str, config: VllmConfig) -> dict[str
             "kv_connector": "InferScaleConnector",
             "kv_connector_module_path": "inferscale.engine.vllm.connector",
             "kv_role": "kv_both",
-            # What cannot be loaded is computed; vLLM's default is to fail the request.
-            "kv_load_failure_policy": "recompute",
+            # A request whose KV cannot be loaded ends before its first token, and is asked again as text. vLLM's other
+            # way, "recompute", gives wrong tokens where steps are scheduled ahead or the runner keeps its own count of
+            # computed tokens (CUDA's defaults; https://github.com/vllm-project/vllm/issues/49250).
+            "kv_load_failure_policy": "fail",
             "kv_connector_extra_config": asdict(connector),
         },
     }

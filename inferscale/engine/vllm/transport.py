@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from inferscale.config import Sampling
+from inferscale.errors import EngineUnavailable
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,6 +39,10 @@ class Tokens:
     cached: int | None = None
 
 
+class CallFailed(EngineUnavailable):
+    """vLLM gave up this one call; of a call with a plan this is how it says that the KV could not be loaded."""
+
+
 class Transport(ABC):
     """A running engine. Methods may be called from any thread."""
 
@@ -46,7 +51,7 @@ class Transport(ABC):
 
     @abstractmethod
     def generate(self, call: Call) -> Generator[Tokens]:
-        """Tokens as they come; closing it stops the generation. Raises EngineUnavailable, InvalidInput."""
+        """Tokens as they come; closing it stops the generation. Raises CallFailed, EngineUnavailable, InvalidInput."""
 
     @abstractmethod
     def health(self) -> str | None:
