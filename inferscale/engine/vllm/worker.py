@@ -1,7 +1,8 @@
 """The connector's half in vLLM's workers: chunks are gathered, rotated and written into the paged cache by layer.
 
 Of the composed KV no more than one layer ever exists beside the cache. A load that fails costs its own
-request a prefill and nobody anything else: its blocks are reported, and vLLM computes them.
+request a prefill, and those that found its blocks in the same step: the blocks are reported, vLLM ends
+these requests and forgets the blocks, and the engine asks again as text.
 """
 
 from __future__ import annotations
@@ -70,9 +71,9 @@ class Injector:
         return Step(self, parts) if parts else None
 
     def fail(self, loads: Sequence[Load], reason: str, why: str) -> None:
-        """Give loads up: vLLM computes their blocks, the planner is told."""
+        """Give loads up: vLLM ends their requests, which are then asked as text; the planner is told why."""
         for load in loads:
-            log.warning("KV of a plan was not loaded (%s): %s Its tokens are computed instead.", reason, why)
+            log.warning("KV of a plan was not loaded (%s): %s The prompt is prefilled as text.", reason, why)
             # What follows the load is computed from it in this step, and as wrong.
             self._failed.update(load.blocks[load.start // self.block_size :])
             self.stats.add(failures=1)
