@@ -182,8 +182,9 @@ def main() -> None:
     options.add_argument("--data", type=Path, metavar="FILE", help="a conversation in LoCoMo's shape")
     options.add_argument("--model", default="smollm2-135m-instruct")
     options.add_argument("--users", type=int, default=16, help="users with memories of their own")
+    options.add_argument("--rounds", type=int, default=5)
     args = options.parse_args()
-    count, rounds = (4, 1) if args.quick else (args.users, 5)
+    count, rounds = (4, 1) if args.quick else (args.users, args.rounds)
     levels = [level for level in (1, 4, 16, 64) if level <= count]
     talk = conversation(args.data)
     users = [f"user{i}" for i in range(count)]
