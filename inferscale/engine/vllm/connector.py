@@ -44,6 +44,7 @@ class InferScaleConnector(KVConnectorBase_V1):
             self._injector = Injector(vllm_config, root, block_size, settings.device_bytes, settings.host_bytes)
         self._layerwise = settings.layerwise
         self._writer: Whole | Layered | None = None
+        self._cache: Any = None
 
     # --- in the scheduler ---
 
@@ -55,6 +56,18 @@ class InferScaleConnector(KVConnectorBase_V1):
 
     def build_connector_meta(self, scheduler_output: Any) -> KVConnectorMetadata:
         return self._scheduler.take_loads()
+
+    def bind_kv_cache_manager(self, kv_cache_manager: Any) -> None:
+        super().bind_kv_cache_manager(kv_cache_manager)
+        self._cache = kv_cache_manager
+
+    def update_connector_output(self, connector_output: Any) -> None:
+        """Blocks whose load failed leave the prefix cache, where they are from the moment they are allotted.
+
+        vLLM sees to it itself unless their request was aborted in the meantime.
+        """
+        if connector_output.invalid_block_ids:
+            self._cache.evict_blocks(connector_output.invalid_block_ids)
 
     def request_finished(self, request: Any, block_ids: list[int]) -> tuple[bool, dict[str, Any] | None]:
         self._scheduler.finished(request)

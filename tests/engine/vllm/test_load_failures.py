@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+import warnings
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -17,6 +18,11 @@ from inferscale.engine import Request
 from inferscale.engine.vllm.plans import FOLDER, header_key
 from inferscale.store.format import relative_path
 from tests.engine.vllm.kit import CONFIG, Desk
+from tests.engine.vllm.test_ahead import TOKENS, WRONG, Ahead
+
+with warnings.catch_warnings():  # of what vLLM imports
+    warnings.simplefilter("ignore")
+    from vllm.v1.request import RequestStatus
 
 LINES = [
     "- Rex is a collie who sleeps on the porch of the old farmhouse near the river.\n",
@@ -138,6 +144,22 @@ def test_a_failed_load_is_counted_and_the_engine_serves_on(desk: Desk, once_publ
     assert (healed.fallback, healed.injected_tokens) == (None, len(plan.token_ids))
 
 
+def test_blocks_of_a_failed_load_are_never_found_again(desk: Desk, once_published: Hook) -> None:
+    """They were computed as text, and the same plan, once its chunk is back, is not to be answered from them."""
+    plan, untouched = planned(desk, "returns"), planned(desk, "returns, untouched")
+    path = file_of(desk, plan.chunks[0].key)
+    content = path.read_bytes()
+    once_published(lambda plan: flip(path))
+    failed = desk.ask(plan)
+    assert failed.fallback == "missing_chunk"
+    path.write_bytes(content)
+    once_published(lambda plan: None)
+    injected = desk.ask(untouched)
+    assert injected.token_ids != failed.token_ids, "the two cannot be told apart"
+    for _ in range(2):
+        assert desk.ask(plan).token_ids == injected.token_ids
+
+
 def test_a_damaged_header_costs_one_prefill_and_is_made_again(desk: Desk, once_published: Hook) -> None:
     header = desk.engine.prompt.fact_ids("Notes of another kind:\n")
     key = header_key(desk.engine.recipe(CONFIG), header)
@@ -208,7 +230,22 @@ def test_requests_that_share_a_failed_loads_blocks_are_answered_as_text(
     with ThreadPoolExecutor(len(plans)) as pool:
         answers = list(pool.map(desk.ask, plans))
     assert [answer.token_ids for answer in answers] == [text.token_ids] * len(plans)
-    assert "missing_chunk" in [answer.fallback for answer in answers]
+    assert [answer.injected_tokens for answer in answers] == [0] * len(plans)
+    assert {answer.fallback for answer in answers} - {"load_failed"} == {"missing_chunk"}
+
+
+def test_blocks_of_a_failed_load_are_not_found_when_its_client_left_before_it_failed(
+    tiny_model: Path, tmp_path: Path
+) -> None:
+    """Nothing was written into them: they hold what somebody else left there."""
+    ahead = Ahead(tiny_model, tmp_path)
+    ahead.add("a")
+    step = ahead.scheduler.schedule()
+    ahead.scheduler.finish_requests("a", RequestStatus.FINISHED_ABORTED)
+    assert ahead.result(step, WRONG, failed=True) == {}
+    ahead.add("again")
+    (load,) = ahead.scheduler.schedule().kv_connector_metadata.loads  # type: ignore[union-attr]
+    assert (load.request, load.start, load.end) == ("again", 0, TOKENS)
 
 
 def test_no_record_outlives_its_request(desk: Desk, once_published: Hook) -> None:
