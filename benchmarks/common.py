@@ -148,6 +148,13 @@ class Report:
         text = json.dumps(self.form(), indent=1, ensure_ascii=False, allow_nan=False)
         path.write_text(text + "\n", encoding="utf-8")
 
+    def judge(self, targets: Mapping[str, tuple[float, str]]) -> None:
+        """Print of each figure whether it meets its target: (bound, "at least" or "at most")."""
+        for name, (bound, word) in targets.items():
+            value = self.figures[name].value
+            met = value >= bound if word == "at least" else value <= bound
+            print(f"target: {name} {word} {bound}: {'met' if met else 'MISSED'} ({value:.3g})")
+
     def finish(
         self,
         args: argparse.Namespace,

@@ -39,7 +39,7 @@ if TYPE_CHECKING:
 CHUNK = 25
 TOKENS = (125, 500, 1000, 1500)
 MAIN = 1500
-TARGETS = {"inject_over_memcpy": 3.0, "peak_over_kv": 1.25}
+TARGETS = {"inject_over_memcpy": (3.0, "at most"), "peak_over_kv": (1.25, "at most")}
 
 
 class Case:
@@ -156,9 +156,7 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as folder, remembered(engine, Path(folder), talk, 100) as memory:
         measure_peak(memory, talk.questions[0].question, 3 if args.quick else 9, report)
     report.finish(args, table=report.rows, plot=lambda picture: draw(picture, report))
-    for name, target in TARGETS.items():
-        value = report.figures[name].value
-        print(f"target: {name} at most {target}: {'met' if value <= target else 'MISSED'} ({value:.2f})")
+    report.judge(TARGETS)
 
 
 if __name__ == "__main__":

@@ -63,11 +63,11 @@ def measure(memory: Memory, questions: list[str], rounds: int, report: Report) -
         )
 
 
-def by_case(report: Report, key: str) -> dict[tuple[str, int], list[float]]:
-    """One value a round for each (mode, k), in the order of the rounds."""
+def by_case(report: Report, key: str, size: str = "k") -> dict[tuple[str, int], list[float]]:
+    """One value a round for each (mode, size), in the order of the rounds; `size` names the row's size."""
     found: dict[tuple[str, int], list[float]] = defaultdict(list)
     for row in report.rows:
-        found[row["mode"], row["k"]].append(row[key])
+        found[row["mode"], row[size]].append(row[key])
     return found
 
 
@@ -121,10 +121,7 @@ def main() -> None:
         measure(memory, [qa.question for qa in talk.questions], rounds, report)
     figures(report)
     report.finish(args, table=table(report), plot=lambda picture: draw(picture, report))
-    for name, (target, word) in TARGETS.items():
-        value = report.figures[name].value
-        met = value >= target if word == "at least" else value <= target
-        print(f"target: {name} {word} {target}: {'met' if met else 'MISSED'} ({value:.2f})")
+    report.judge(TARGETS)
 
 
 if __name__ == "__main__":

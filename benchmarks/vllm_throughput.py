@@ -20,7 +20,6 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections import defaultdict
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -30,13 +29,13 @@ import httpx
 import numpy as np
 
 from benchmarks.common import Report, figure, parser
+from benchmarks.ttft import MODES, by_case
 from benchmarks.workload import conversation, remembered
 from inferscale import Engine
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure as Picture
 
-MODES = ("text", "inject")
 MEMORIES = 50
 TOKENS = 8
 TARGETS = {"throughput_ratio": (3, "at least"), "gateway_overhead_ms": (8, "at most")}
@@ -88,7 +87,6 @@ async def ask(client: httpx.AsyncClient, model: str, user: str, question: str, m
     spent = last["timings"]
     return {
         "ttft_ms": first * 1e3,
-        "total_ms": (time.perf_counter() - began) * 1e3,
         "overhead_ms": (first - spent["embed"] - spent["prefill"]) * 1e3,
     }
 
@@ -133,27 +131,21 @@ async def measure(
                 report.rows.append({"round": number, **row})
 
 
-def values(report: Report, key: str) -> dict[tuple[str, int], list[float]]:
-    """One value a round for each (mode, users)."""
-    found: dict[tuple[str, int], list[float]] = defaultdict(list)
-    for row in sorted(report.rows, key=lambda row: row["round"]):
-        found[row["mode"], row["users"]].append(row[key])
-    return found
-
-
 def figures(report: Report, levels: list[int]) -> None:
-    rate, overhead = values(report, "requests_per_s"), values(report, "overhead_ms")
+    rate, overhead = by_case(report, "requests_per_s", "users"), by_case(report, "overhead_ms", "users")
     best = {mode: max(levels, key=lambda level: float(np.median(rate[mode, level]))) for mode in MODES}
     ratio = np.divide(rate["inject", best["inject"]], rate["text", best["text"]])
     report.figures["throughput_ratio"] = figure(ratio, "x")
     report.figures["gateway_overhead_ms"] = figure(overhead["inject", 1], "ms")
+    ttft = by_case(report, "ttft_p50_ms", "users")
     for level in levels:
-        ttft = values(report, "ttft_p50_ms")
         report.figures[f"ttft_ratio_{level}_users"] = figure(np.divide(ttft["text", level], ttft["inject", level]), "x")
 
 
 def table(report: Report, levels: list[int]) -> list[dict[str, object]]:
-    columns = {key: values(report, key) for key in ("requests_per_s", "ttft_p50_ms", "ttft_p95_ms", "overhead_ms")}
+    columns = {
+        key: by_case(report, key, "users") for key in ("requests_per_s", "ttft_p50_ms", "ttft_p95_ms", "overhead_ms")
+    }
     return [
         {"users": level, "mode": mode, **{key: float(np.median(found[mode, level])) for key, found in columns.items()}}
         for level in levels
@@ -167,7 +159,7 @@ def draw(picture: Picture, report: Report, levels: list[int]) -> None:
         (left, "requests_per_s", "requests a second"),
         (right, "ttft_p50_ms", "median time to first token, ms (log)"),
     ):
-        found = values(report, key)
+        found = by_case(report, key, "users")
         for mode in MODES:
             name = {"text": "prefilled as text", "inject": "injected as KV"}[mode]
             axes.plot(levels, [float(np.median(found[mode, level])) for level in levels], marker="o", label=name)
@@ -199,10 +191,7 @@ def main() -> None:
             asyncio.run(measure(url, engine.spec.name, users, questions, levels, rounds, report))
     figures(report, levels)
     report.finish(args, table=table(report, levels), plot=lambda picture: draw(picture, report, levels))
-    for name, (target, word) in TARGETS.items():
-        value = report.figures[name].value
-        met = value >= target if word == "at least" else value <= target
-        print(f"target: {name} {word} {target}: {'met' if met else 'MISSED'} ({value:.2f})")
+    report.judge(TARGETS)
 
 
 if __name__ == "__main__":

@@ -139,10 +139,7 @@ def main() -> None:
         engine.close()
     figures(report)
     report.finish(args, table=table(report), plot=lambda picture: draw(picture, report))
-    for name, (target, word) in TARGETS.items():
-        value = report.figures[name].value
-        met = value >= target if word == "at least" else value <= target
-        print(f"target: {name} {word} {target}: {'met' if met else 'MISSED'} ({value:.2f})")
+    report.judge(TARGETS)
 
 
 if __name__ == "__main__":

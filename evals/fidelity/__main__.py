@@ -195,12 +195,8 @@ def main() -> None:
             if args.json:  # what is measured so far survives an interruption
                 report.write(args.json)
     report.finish(args, table=summary(report.rows), plot=lambda picture: draw(picture, report))
-    if not args.data:
-        return  # the targets are for LoCoMo
-    for name, (target, word) in TARGETS.items():
-        value = report.figures[name].value
-        met = value <= target if word == "at most" else value >= target
-        print(f"target: {name} {word} {target}: {'met' if met else 'MISSED'} ({value:.4f})")
+    if args.data:  # the targets are for LoCoMo
+        report.judge(TARGETS)
 
 
 if __name__ == "__main__":

@@ -98,7 +98,8 @@ class ModelChoice:
     def load(self, output: Output, engine: str = "transformers", vllm: VllmConfig | None = None) -> Engine:
         """The engine, as `Engine.from_pretrained`.
 
-        A model that may have to be downloaded shows the download's bars in the spinner's place."""
+        A model that may have to be downloaded shows the download's bars in the spinner's place.
+        """
         calm_libraries(output)
         remote = "/" in self.name and not os.path.exists(os.path.expanduser(self.name))
         with nullcontext() if remote else output.busy(f"loading {self.name}"):

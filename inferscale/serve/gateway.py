@@ -32,7 +32,6 @@ class Gateway:
         self, memory: Memory, config: ServeConfig, keys: ApiKeys, health: Callable[[], str | None] | None = None
     ) -> None:
         """`health` says what is the matter with whatever answers; default: the engine's own."""
-        self.config = config
         self.model = memory.engine.spec.name
         self.context = memory.engine.spec.max_positions
         self.health = health or memory.engine.health

@@ -25,6 +25,14 @@ from inferscale.serve import ApiKeys, create_app, listen
 LINES = ["Rex is a collie.", "Tom lives in Lisbon.", "Ana plays the cello."]
 
 
+def until(true: Callable[[], bool], seconds: float = 20.0) -> bool:
+    """Wait for something to become true; whether it did."""
+    deadline = time.monotonic() + seconds
+    while not true() and time.monotonic() < deadline:
+        time.sleep(0.02)
+    return true()
+
+
 @dataclass
 class Served:
     """A gateway that answers at `url`."""

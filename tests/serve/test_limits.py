@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
@@ -14,16 +14,9 @@ import pytest
 from inferscale.config import ServeConfig
 from inferscale.errors import ConfigError
 from inferscale.serve import ApiKeys, listen
-from tests.serve.conftest import Serve, Served
+from tests.serve.conftest import Serve, Served, until
 
 LONG: dict[str, Any] = {"messages": [{"role": "user", "content": "Tell me all."}], "temperature": 0, "max_tokens": 400}
-
-
-def until(true: Callable[[], bool], seconds: float = 20.0) -> bool:
-    deadline = time.monotonic() + seconds
-    while not true() and time.monotonic() < deadline:
-        time.sleep(0.02)
-    return true()
 
 
 def ask(gateway: Served, **options: Any) -> httpx.Response:

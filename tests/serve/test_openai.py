@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import time
 from typing import Any
 
 import openai
 import pytest
 
 from inferscale.config import Sampling
-from tests.serve.conftest import Served
+from tests.serve.conftest import Served, until
 
 QUESTION = "Which breed is Rex?"
 
@@ -133,12 +132,10 @@ def test_what_the_user_said_is_remembered_once_and_nothing_that_was_recalled(gat
         {"role": "assistant", "content": "Mia was born in 1990."},
         {"role": "user", "content": "My cat is called Momo."},
     ]
+    before = gateway.metric("inferscale_remembered_total")
     for _ in range(2):
         ask(gateway, user="bob", messages=messages, extra_body={"memory": {"add": True}})
-    deadline = time.monotonic() + 10
-    while len(memory.get_all(user_id="bob")["results"]) < 2 and time.monotonic() < deadline:
-        time.sleep(0.05)
-    time.sleep(0.3)
+    assert until(lambda: gateway.metric("inferscale_remembered_total") == before + 2)
     texts = [item["memory"] for item in memory.get_all(user_id="bob")["results"]]
     assert len(texts) == 2
     assert "Mia" in texts[0]

@@ -15,7 +15,7 @@ PLAIN = {
     "tokens": "Tokens of KV handed to the workers instead of being prefilled.",
     "bytes": "Bytes of KV written into the paged cache, by all workers together.",
     "seconds": "Seconds that workers spent fetching, rotating and writing KV.",
-    "failures": "Loads that a worker could not carry out; their tokens are computed by the engine.",
+    "failures": "Loads that a worker could not carry out; vLLM ends their requests, which are asked again as text.",
 }
 REFUSED = "refused."
 """Prefix of the keys that count refused plans, one key a reason."""
